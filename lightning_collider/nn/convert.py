@@ -1,0 +1,145 @@
+"""convert(): swaps the modules of a Hugging Face causal LM in place, by a table of families."""
+
+from dataclasses import dataclass
+from importlib import import_module
+
+from torch import nn
+
+from lightning_collider.nn.causal_lm import FilteredCausalLM
+from lightning_collider.nn.layer import FilteredLayer
+from lightning_collider.nn.parts import (
+    FilteredAttention,
+    FilteredEmbedding,
+    FilteredRMSNorm,
+    FilteredSwigluMLP,
+)
+from lightning_collider.nn.swapped import Swapped, swap
+
+ENGINES = ("cpp", "oracle")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: the module of transformers that defines it, and what swaps which class."""
+
+    module: str
+    causal_lm: str
+    layer: str
+    parts: dict[str, type[Swapped]]
+
+    def class_of(self, name: str) -> type[nn.Module]:
+        """A class of the family by its name in transformers."""
+        return getattr(import_module(f"transformers.models.{self.module}"), name)
+
+
+FAMILIES = [
+    Family(
+        module="llama.modeling_llama",
+        causal_lm="LlamaForCausalLM",
+        layer="LlamaDecoderLayer",
+        parts={
+            "LlamaRMSNorm": FilteredRMSNorm,
+            "LlamaAttention": FilteredAttention,
+            "LlamaMLP": FilteredSwigluMLP,
+        },
+    ),
+]
+
+
+def family_of(model: nn.Module) -> Family:
+    """The table row of a model.
+
+    Raises:
+        ValueError: no causal LM of a known family, or one whose forward is overridden.
+    """
+    for family in FAMILIES:
+        base = family.class_of(family.causal_lm)
+        if isinstance(model, base):
+            if type(model).forward is not base.forward or "forward" in model.__dict__:
+                raise ValueError(
+                    f"{type(model).__name__} has a forward of its own, which convert() would replace: "
+                    f"convert the plain {family.causal_lm}"
+                )
+            return family
+    known = ", ".join(family.causal_lm for family in FAMILIES)
+    raise ValueError(
+        f"{type(model).__name__} is not a causal language model that can be filtered. Known: {known}. "
+        f"Give the Hugging Face model itself, as AutoModelForCausalLM loads it"
+    )
+
+
+def convert(model: nn.Module, engine: str = "cpp") -> nn.Module:
+    """Swap a causal LM's modules for ones whose backward sees kept rows only.
+
+    Parameter names and objects are unchanged, so checkpoints load with and without the plugin, an
+    optimizer made before stays valid, and ``save_pretrained`` writes the ordinary folder. In eval mode
+    or without grad the model computes what it computed before.
+
+    Args:
+        model: a Hugging Face causal LM; changed in place.
+        engine: "cpp" for the C++ operators; "oracle" for plain autograd, slow and exact, without a
+            compiler.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: an unknown engine or model, or a feature that cannot be filtered (an active sliding
+            window).
+        RuntimeError: the C++ operators cannot be compiled; says what to install.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if isinstance(model, FilteredCausalLM):
+        if model.filter_engine != engine:
+            raise ValueError(f"the model is already converted with engine={model.filter_engine!r}")
+        return model
+    family = family_of(model)
+    refuse_sliding_window(model)
+    if engine == "cpp":
+        from lightning_collider import ops
+
+        ops.build()
+        _swap_parts(model, family)
+    for module in list(model.modules()):
+        if isinstance(module, family.class_of(family.layer)):
+            swap(module, FilteredLayer)
+    swap(model, FilteredCausalLM)
+    model.filter_engine = engine  # type: ignore[assignment]
+    model.filter_family = family  # type: ignore[assignment]
+    return model
+
+
+def _swap_parts(model: nn.Module, family: Family) -> None:
+    mixins: list[tuple[type[nn.Module], type[Swapped]]] = [
+        (family.class_of(name), mixin) for name, mixin in family.parts.items()
+    ]
+    for module in list(model.modules()):
+        for original, mixin in mixins:
+            if isinstance(module, original) and why_own_forward(module, original) is None:
+                swap(module, mixin)
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    if why_own_forward(embeddings, nn.Embedding) is None:
+        swap(embeddings, FilteredEmbedding)
+
+
+def why_own_forward(module: nn.Module, original: type[nn.Module]) -> str | None:
+    """Why a module does not compute what its family's class computes, or None when it does."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced"
+    if not isinstance(module, original) or type(module).forward is not original.forward:
+        return f"{type(module).__name__} has a forward of its own"
+    return None
+
+
+def refuse_sliding_window(model: nn.Module) -> None:
+    """Raise ValueError when some layer attends to a window only."""
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in kinds or any(
+        getattr(m, "sliding_window", None) is not None for m in model.modules()
+    ):
+        raise ValueError(
+            "sliding-window attention is active in this model and cannot be filtered: set its "
+            "configuration's sliding_window to None, or use a model with full attention"
+        )

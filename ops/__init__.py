@@ -1,0 +1,121 @@
+"""The C++ operators: forwards are dense, backwards run over kept rows only.
+
+Every operator takes the ``KeptRows`` of its forward as its last argument and asks it, when its backward
+runs, which rows stay. Shapes: B sequences, T positions, D hidden width, F MLP width, V vocabulary,
+H query heads, G key/value heads, d head width, r rotated width. Floating tensors are float64, float32
+or bfloat16; under autocast inputs are cast as ``torch.nn.functional.linear`` would cast them.
+
+The extension is compiled on first use (see ``build.py``).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_collider.ops.build import build, load
+
+__all__ = [
+    "attention",
+    "build",
+    "embedding",
+    "kept_rows",
+    "linear",
+    "linear_cross_entropy",
+    "rms_norm",
+    "swiglu_mlp",
+]
+
+
+def kept_rows(segment_starts: Sequence[int]) -> Any:
+    """A ``KeptRows`` for one forward, without a mask yet.
+
+    Args:
+        segment_starts: first row of each run of rows inside which attention is causal, in order, then
+            the number of rows. Rows are those of the flattened (B, T) batch.
+
+    Returns:
+        An object with ``set(keep, device)`` (bool, one value a row), ``n_rows`` and ``n_kept``.
+    """
+    return load().KeptRows(list(segment_starts))
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int, rows: Any) -> Tensor:
+    """``weight[ids]``: int64 (B, T) and (V, D) to (B, T, D). ``padding_idx`` gets no gradient; -1: none."""
+    return load().embedding(ids, weight, padding_idx, rows)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rows: Any) -> Tensor:
+    """Root mean square norm over the last dimension of x (B, T, D), computed in float32 or wider."""
+    return load().rms_norm(x, weight, eps, rows)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Any) -> Tensor:
+    """``x @ weight.T + bias``: (B, T, D) and (E, D) to (B, T, E)."""
+    return load().linear(x, weight, bias, rows)
+
+
+def swiglu_mlp(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Any
+) -> Tensor:
+    """``down(silu(gate(x)) * up(x))`` with weights (gate, up, down): (F, D), (F, D), (D, F)."""
+    return load().swiglu_mlp(x, weights, biases, rows)
+
+
+def attention(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+    scale: float,
+    rows: Any,
+) -> Tensor:
+    """Grouped-query causal attention with rotary embedding, from hidden states to hidden states.
+
+    Args:
+        x: (B, T, D).
+        weights: q (H d, D), k (G d, D), v (G d, D), output (D, H d).
+        biases: of the same four, None where there is none.
+        cos, sin: (1 or B, T, r); the first r of the d numbers of each head are rotated.
+        head_dim: d.
+        scale: factor on the scores, usually ``d ** -0.5``.
+        rows: the forward's ``KeptRows``; attention stays inside its segments.
+    """
+    return load().attention(x, weights, biases, cos, sin, head_dim, scale, rows)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: Any
+) -> Tensor:
+    """Cross-entropy of ``hidden @ weight.T + bias`` at every position, without holding all logits.
+
+    Args:
+        hidden: (B, T, D).
+        weight: (V, D).
+        bias: (V,) or None.
+        targets: int64 (B, T), in [0, V), or -100 where there is none.
+
+    Returns:
+        (B, T) float32 (float64 where hidden is), 0 where there is no target.
+
+    Raises:
+        ValueError: a target outside the vocabulary (checked where the check costs no device sync).
+    """
+    check_targets(targets, weight.shape[0])
+    return load().linear_cross_entropy(hidden, weight, bias, targets, rows)
+
+
+def check_targets(targets: Tensor, vocabulary: int) -> None:
+    """Refuse targets outside [0, vocabulary) other than -100. On a GPU the kernel's own assert does."""
+    if targets.device.type != "cpu":
+        return
+    wrong = torch.logical_and(targets != -100, (targets < 0) | (targets >= vocabulary))
+    if wrong.any():
+        example = int(targets[wrong][0])
+        raise ValueError(
+            f"labels hold {example}, outside the model's vocabulary of {vocabulary}: use a tokenizer "
+            f"that fits the model, and -100 for positions without a target"
+        )

@@ -1,0 +1,109 @@
+// Attention: y = causal(rotate(x wq^T), rotate(x wk^T), x wv^T) wo^T, each projection with an optional bias.
+// Queries, keys, values, output and logsumexp are kept from the forward; see causal.cpp for the backward's core.
+#include "causal.h"
+
+namespace collider {
+namespace {
+
+// The order of the tensors that Attention takes and saves.
+enum Input { X, WQ, BQ, WK, BK, WV, BV, WO, BO, COS, SIN, N_INPUTS };
+enum Kept { Q = N_INPUTS, KEY, V, OUT, LSE };
+
+struct Attention : Function<Attention> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x_BTD, const Tensor& wq, const Tensor& bq,
+                        const Tensor& wk, const Tensor& bk, const Tensor& wv, const Tensor& bv,
+                        const Tensor& wo, const Tensor& bo, const Tensor& cos, const Tensor& sin,
+                        int64_t head_dim, double scale, at::ScalarType compute, const KeptRowsPtr& rows) {
+    OperatorGuard guard(x_BTD);
+    ctx->set_materialize_grads(false);
+    const auto x_ND = as_rows(x_BTD).to(compute);
+    const int64_t n_rows = x_ND.size(0);
+    const auto project = [&](const Tensor& w, const Tensor& b) {
+      return affine(x_ND, operand(w, compute), operand(b, compute)).view({n_rows, -1, head_dim});
+    };
+    const auto q_NHd = rotate_(project(wq, bq), cos, sin, /*inverse=*/false);
+    const auto k_NGd = rotate_(project(wk, bk), cos, sin, /*inverse=*/false);
+    const auto v_NGd = project(wv, bv);
+    const auto core = causal_attention(q_NHd, k_NGd, v_NGd, scale, *rows);
+    const auto y_ND =
+        affine(core.out_NHd.view({n_rows, -1}), operand(wo, compute), operand(bo, compute));
+    ctx->save_for_backward(
+        {x_ND, wq, bq, wk, bk, wv, bv, wo, bo, cos, sin, q_NHd, k_NGd, v_NGd, core.out_NHd, core.lse_NH});
+    ctx->saved_data["sizes"] = x_BTD.sizes();
+    ctx->saved_data["dtype"] = x_BTD.scalar_type();
+    ctx->saved_data["scale"] = scale;
+    save_rows(ctx, rows);
+    auto sizes = x_BTD.sizes().vec();
+    sizes.back() = wo.size(0);
+    return y_ND.view(sizes);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list out(N_INPUTS + 4);
+    if (!grads[0].defined()) {
+      return out;
+    }
+    OperatorGuard guard(grads[0]);
+    const auto rows = saved_rows(ctx);
+    const auto saved = ctx->get_saved_variables();
+    const auto compute = saved[X].scalar_type();
+    const int64_t head_dim = saved[Q].size(2);
+    const auto parameter_grads = [&](int w, const Tensor& grad_KE, const Tensor& input_KD) {
+      out[w] = weight_grad(ctx->needs_input_grad(w), grad_KE, input_KD, saved[w].scalar_type());
+      out[w + 1] = bias_grad(ctx->needs_input_grad(w + 1), grad_KE, saved[w + 1]);
+    };
+
+    const auto grad_y_KD = kept_grad(grads[0], *rows, compute);
+    parameter_grads(WO, grad_y_KD, rows->gather(saved[OUT]).view({grad_y_KD.size(0), saved[WO].size(1)}));
+    const auto grad_out_KHd = at::mm(grad_y_KD, operand(saved[WO], compute))
+                                  .view({grad_y_KD.size(0), saved[Q].size(1), head_dim});
+    auto core = causal_attention_backward(grad_out_KHd, saved[Q], saved[KEY], saved[V],
+                                          {saved[OUT], saved[LSE]}, ctx->saved_data["scale"].toDouble(),
+                                          *rows);
+
+    auto cos = saved[COS], sin = saved[SIN];
+    if (rows->filtered()) { // one row of cos and sin for each kept row
+      const auto positions_K = rows->rows_K.remainder(cos.size(0));
+      cos = cos.index_select(0, positions_K);
+      sin = sin.index_select(0, positions_K);
+    }
+    const auto flat = [&](const Tensor& grad_KHd) {
+      return grad_KHd.view({grad_KHd.size(0), grad_KHd.size(1) * head_dim});
+    };
+    const auto grad_q_KE = flat(rotate_(core.q_KHd, cos, sin, /*inverse=*/true));
+    const auto grad_k_KE = flat(rotate_(core.k_KGd, cos, sin, /*inverse=*/true));
+    const auto grad_v_KE = flat(core.v_KGd);
+    const auto x_KD = rows->gather(saved[X]);
+    parameter_grads(WQ, grad_q_KE, x_KD);
+    parameter_grads(WK, grad_k_KE, x_KD);
+    parameter_grads(WV, grad_v_KE, x_KD);
+    if (ctx->needs_input_grad(X)) {
+      auto grad_x_KD = at::mm(grad_q_KE, operand(saved[WQ], compute));
+      grad_x_KD.addmm_(grad_k_KE, operand(saved[WK], compute));
+      grad_x_KD.addmm_(grad_v_KE, operand(saved[WV], compute));
+      out[X] = rows->scatter(grad_x_KD.to(ctx->saved_data["dtype"].toScalarType()),
+                             ctx->saved_data["sizes"].toIntVector());
+    }
+    return out;
+  }
+};
+
+// (1 or B, T, r) -> (T or N, r), in the dtype that rotations are computed in.
+Tensor rotary_rows(const Tensor& cos, at::ScalarType compute) {
+  return as_rows(cos).to(accumulate_dtype(compute)).contiguous();
+}
+
+} // namespace
+
+Tensor attention(const Tensor& x_BTD, const std::vector<Tensor>& weights,
+                 const std::vector<OptionalTensor>& biases, const Tensor& cos_Tr, const Tensor& sin_Tr,
+                 int64_t head_dim, double scale, const KeptRowsPtr& rows) {
+  TORCH_CHECK(weights.size() == 4 && biases.size() == 4, "attention takes q, k, v and output");
+  const auto bias = [&](int i) { return bias_or_empty(biases[i], weights[i]); };
+  const auto compute = compute_dtype(x_BTD);
+  return Attention::apply(x_BTD, weights[0], bias(0), weights[1], bias(1), weights[2], bias(2), weights[3],
+                          bias(3), rotary_rows(cos_Tr, compute), rotary_rows(sin_Tr, compute), head_dim,
+                          scale, compute, rows);
+}
+
+} // namespace collider

@@ -1,0 +1,130 @@
+// What every operator shares: the kept rows of one forward, precision, gather and scatter.
+//
+// Shape suffixes, here and in every file of this folder:
+//   B sequences, T positions, N = B T rows, K kept rows, M dropped rows, D hidden width, F MLP width,
+//   V vocabulary, H query heads, G key/value heads, R = H / G, d head width, r rotated width, S segments.
+//
+// An operator is one torch::autograd::Function. Its forward is the dense one. Its backward asks the
+// KeptRows it was given, at backward time, which rows stay: it gathers them, runs dense GEMMs over K rows,
+// and scatters the gradient of its input back to N rows. Without a mask K = N and nothing is gathered.
+#pragma once
+
+// Not torch/extension.h: it would add half a minute to the compilation of each file.
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <vector>
+
+namespace collider {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+// The rows of one forward that stay in its backward. Rows are numbered over the flattened (B, T) batch.
+// A segment is a run of rows inside which attention is causal: a sequence, or a part of a padded one.
+struct KeptRows : torch::CustomClassHolder {
+  // starts_S1: first row of each segment, then N.
+  explicit KeptRows(std::vector<int64_t> starts_S1);
+
+  // keep_N: bool, any device. The only host synchronisation of a filtered step is here.
+  void set(const Tensor& keep_N, const at::Device& device);
+
+  bool filtered() const { return filtered_; }
+  int64_t n_rows() const { return starts.back(); }
+  int64_t n_kept() const { return filtered_ ? kept_starts.back() : n_rows(); }
+  int64_t n_segments() const { return static_cast<int64_t>(starts.size()) - 1; }
+
+  // (N, ...) -> (K, ...)
+  Tensor gather(const Tensor& x_N) const { return filtered_ ? x_N.index_select(0, rows_K) : x_N; }
+  // (K, D) -> a tensor of the given sizes, zero in dropped rows
+  Tensor scatter(const Tensor& x_KD, at::IntArrayRef sizes) const;
+
+  std::vector<int64_t> starts;         // S + 1: segment s holds rows starts[s] .. starts[s + 1]
+  std::vector<int64_t> kept_starts;    // S + 1: the same, counted in kept rows
+  std::vector<int64_t> dropped_starts; // S + 1: counted in dropped rows
+  Tensor rows_K, dropped_M;            // int64 row numbers, on the model's device
+  std::vector<int64_t> rows_host, dropped_host;
+
+ private:
+  bool filtered_ = false;
+};
+
+using KeptRowsPtr = c10::intrusive_ptr<KeptRows>;
+
+inline void save_rows(AutogradContext* ctx, const KeptRowsPtr& rows) {
+  ctx->saved_data["rows"] = at::IValue::make_capsule(rows);
+}
+
+inline KeptRowsPtr saved_rows(AutogradContext* ctx) {
+  return c10::static_intrusive_pointer_cast<KeptRows>(ctx->saved_data["rows"].toCapsule());
+}
+
+// The dtype that a GEMM on x computes in: autocast's where it is on and applies, else x's own.
+inline at::ScalarType compute_dtype(const Tensor& x) {
+  const auto device = x.device().type();
+  const bool casts = at::autocast::is_autocast_enabled(device) && x.scalar_type() != at::kDouble;
+  return casts ? at::autocast::get_autocast_dtype(device) : x.scalar_type();
+}
+
+// Sums and exponentials run in float32, or float64 where the data is.
+inline at::ScalarType accumulate_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Switches autograd and autocast off inside an operator: it casts by itself, in forward and in backward.
+struct OperatorGuard {
+  explicit OperatorGuard(const Tensor& x)
+      : no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(x.device().type())) {}
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast;
+};
+
+// (..., D) -> (N, D); copies only what is not contiguous over its rows.
+inline Tensor as_rows(const Tensor& x) { return x.reshape({-1, x.size(-1)}); }
+
+// Kept rows of a full-size gradient, in the dtype the GEMMs compute in.
+inline Tensor kept_grad(const Tensor& grad, const KeptRows& rows, at::ScalarType dtype) {
+  return rows.gather(as_rows(grad)).to(dtype);
+}
+
+// A missing bias is an empty tensor: a Function's inputs must be defined tensors.
+inline Tensor bias_or_empty(const std::optional<Tensor>& b, const Tensor& w) {
+  return b.has_value() ? *b : at::empty({0}, w.options().requires_grad(false));
+}
+
+// x_ND w_ED^T + b_E
+inline Tensor affine(const Tensor& x_ND, const Tensor& w_ED, const Tensor& b_E) {
+  return b_E.numel() > 0 ? at::addmm(b_E, x_ND, w_ED.t()) : at::mm(x_ND, w_ED.t());
+}
+
+// Gradients of a weight and of a bias, in the parameter's dtype; undefined where nobody asks.
+inline Tensor weight_grad(bool needed, const Tensor& grad_KE, const Tensor& x_KD, at::ScalarType dtype) {
+  return needed ? at::mm(grad_KE.t(), x_KD).to(dtype) : Tensor();
+}
+
+inline Tensor bias_grad(bool needed, const Tensor& grad_KE, const Tensor& b_E) {
+  return needed ? grad_KE.sum(0, false, accumulate_dtype(grad_KE.scalar_type())).to(b_E.scalar_type())
+                : Tensor();
+}
+
+// A parameter in the dtype that GEMMs compute in.
+inline Tensor operand(const Tensor& w, at::ScalarType compute) { return w.to(compute); }
+
+using OptionalTensor = std::optional<Tensor>;
+
+// One function an operator; each file documents its own. weights and biases: one for each projection.
+Tensor embedding(const Tensor& ids_BT, const Tensor& w_VD, int64_t padding_idx, const KeptRowsPtr& rows);
+Tensor rms_norm(const Tensor& x_BTD, const Tensor& w_D, double eps, const KeptRowsPtr& rows);
+Tensor linear(const Tensor& x_BTD, const Tensor& w_ED, const OptionalTensor& b_E, const KeptRowsPtr& rows);
+Tensor swiglu_mlp(const Tensor& x_BTD, const std::vector<Tensor>& weights,
+                  const std::vector<OptionalTensor>& biases, const KeptRowsPtr& rows);
+Tensor attention(const Tensor& x_BTD, const std::vector<Tensor>& weights,
+                 const std::vector<OptionalTensor>& biases, const Tensor& cos_Tr, const Tensor& sin_Tr,
+                 int64_t head_dim, double scale, const KeptRowsPtr& rows);
+Tensor linear_cross_entropy(const Tensor& h_BTD, const Tensor& w_VD, const OptionalTensor& b_V,
+                            const Tensor& targets_BT, const KeptRowsPtr& rows);
+
+} // namespace collider

@@ -1,0 +1,40 @@
+// Embedding: y = w[ids]. Backward: only kept rows are summed into dw.
+#include "common.h"
+
+namespace collider {
+namespace {
+
+struct Embedding : Function<Embedding> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& ids_BT, const Tensor& w_VD,
+                        int64_t padding_idx, const KeptRowsPtr& rows) {
+    OperatorGuard guard(w_VD);
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({ids_BT});
+    ctx->saved_data["vocabulary"] = w_VD.size(0);
+    ctx->saved_data["padding_idx"] = padding_idx;
+    save_rows(ctx, rows);
+    return at::embedding(w_VD, ids_BT);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    if (!grads[0].defined()) {
+      return {Tensor(), Tensor(), Tensor(), Tensor()};
+    }
+    OperatorGuard guard(grads[0]);
+    const auto rows = saved_rows(ctx);
+    const auto ids_K = rows->gather(ctx->get_saved_variables()[0].reshape({-1}));
+    const auto grad_KD = kept_grad(grads[0], *rows, grads[0].scalar_type());
+    auto grad_w_VD = at::embedding_dense_backward(
+        grad_KD, ids_K, ctx->saved_data["vocabulary"].toInt(),
+        ctx->saved_data["padding_idx"].toInt(), /*scale_grad_by_freq=*/false);
+    return {Tensor(), grad_w_VD, Tensor(), Tensor()};
+  }
+};
+
+} // namespace
+
+Tensor embedding(const Tensor& ids_BT, const Tensor& w_VD, int64_t padding_idx, const KeptRowsPtr& rows) {
+  return Embedding::apply(ids_BT, w_VD, padding_idx, rows);
+}
+
+} // namespace collider

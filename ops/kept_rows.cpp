@@ -1,0 +1,43 @@
+// KeptRows: turns a keep mask into row numbers, once a forward.
+#include "common.h"
+
+namespace collider {
+
+KeptRows::KeptRows(std::vector<int64_t> starts_S1) : starts(std::move(starts_S1)) {
+  TORCH_CHECK(starts.size() >= 2 && starts.front() == 0, "segments must start at row 0 and end at N");
+  for (size_t s = 1; s < starts.size(); ++s) {
+    TORCH_CHECK(starts[s] > starts[s - 1], "segments must be in order and not empty");
+  }
+}
+
+void KeptRows::set(const Tensor& keep_N, const at::Device& device) {
+  TORCH_CHECK(keep_N.scalar_type() == at::kBool && keep_N.numel() == n_rows(),
+              "the keep mask must be bool and hold one value for each of the ", n_rows(), " rows");
+  const auto keep_host = keep_N.reshape({-1}).to(at::kCPU).contiguous();
+  const bool* keep = keep_host.const_data_ptr<bool>();
+  rows_host.clear();
+  dropped_host.clear();
+  kept_starts.assign(1, 0);
+  dropped_starts.assign(1, 0);
+  for (int64_t s = 0; s < n_segments(); ++s) {
+    for (int64_t row = starts[s]; row < starts[s + 1]; ++row) {
+      (keep[row] ? rows_host : dropped_host).push_back(row);
+    }
+    kept_starts.push_back(static_cast<int64_t>(rows_host.size()));
+    dropped_starts.push_back(static_cast<int64_t>(dropped_host.size()));
+  }
+  rows_K = at::tensor(rows_host, at::kLong).to(device);
+  dropped_M = at::tensor(dropped_host, at::kLong).to(device);
+  filtered_ = !dropped_host.empty(); // all rows kept: the plain dense backward, without a gather
+}
+
+Tensor KeptRows::scatter(const Tensor& x_KD, at::IntArrayRef sizes) const {
+  if (!filtered_) {
+    return x_KD.reshape(sizes);
+  }
+  auto full = at::zeros(sizes, x_KD.options());
+  full.view({-1, x_KD.size(-1)}).index_copy_(0, rows_K, x_KD);
+  return full;
+}
+
+} // namespace collider
