@@ -66,7 +66,9 @@ inline KeptRowsPtr saved_rows(AutogradContext* ctx) {
 inline at::ScalarType compute_dtype(const Tensor& x) {
   const auto device = x.device().type();
   const bool casts = at::autocast::is_autocast_enabled(device) && x.scalar_type() != at::kDouble;
-  return casts ? at::autocast::get_autocast_dtype(device) : x.scalar_type();
+  const auto dtype = casts ? at::autocast::get_autocast_dtype(device) : x.scalar_type();
+  TORCH_CHECK_VALUE(dtype != at::kHalf, "lightning-collider does not support float16: use bfloat16");
+  return dtype;
 }
 
 // Sums and exponentials run in float32, or float64 where the data is.

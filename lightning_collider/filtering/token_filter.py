@@ -67,6 +67,7 @@ class TokenFilter:
         self.step = 0  # optimizer steps done; the strategies count
         self.forwards = 0  # forwards since then: the micro-batches of a step draw different rows
         self.rank = 0
+        self.stored: Tensor | None = None  # the batch's reference losses, when the Trainer has them
 
     def advance(self, step: int) -> None:
         """Say how many optimizer steps have been done."""
@@ -123,9 +124,10 @@ class TokenFilter:
         self,
         input_ids: Tensor | None,
         labels: Tensor,
-        stored: Tensor | None,
+        given: Tensor | None,
         inputs: dict[str, Tensor | None],
     ) -> Tensor | None:
+        stored = self.stored if given is None else given
         if stored is not None:
             if stored.shape != labels.shape:
                 raise ValueError(

@@ -1,0 +1,181 @@
+"""ColliderStrategy for Fabric: FSDP2 on several devices, nothing on one, and a filtered backward."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies import Strategy
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from torch import Tensor, nn
+
+from lightning_collider.strategies.filtering import (
+    Filtering,
+    check_precision,
+    check_sharding,
+    check_tensor_parallel,
+    data_parallel_mesh,
+)
+
+STEP_KEY = "collider_step"
+
+
+class ColliderStrategy(ModelParallelStrategy):
+    """Trains a Hugging Face causal LM with a filtered backward.
+
+    ``fabric.setup`` converts the model (and shards it on several devices), the model's forward with
+    labels selects, ``fabric.backward(loss)`` runs the filtered backward, and before ``optimizer.step()``
+    or ``fabric.clip_gradients`` the gradient becomes the mean over the kept rows of all ranks and
+    micro-batches. Pass each micro-batch's loss undivided, also when gradients are accumulated. Losses
+    stored beforehand go to the model's forward as ``reference_losses``.
+
+    Arguments and errors are those of :class:`lightning_collider.ColliderStrategy`.
+    """
+
+    def __init__(
+        self,
+        keep: float = 1.0,
+        selector: str | Callable[..., Tensor] | None = None,
+        reference: nn.Module | str | Path | None = None,
+        sharding: str = "auto",
+        engine: str = "cpp",
+        over: str = "batch",
+        keep_warmup_steps: int = 0,
+        threshold: float | None = None,
+        seed: int = 0,
+        tensor_parallel_size: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        check_tensor_parallel(tensor_parallel_size)
+        check_sharding(sharding, n_devices=1)
+        super().__init__(parallelize_fn=self._shard, tensor_parallel_size=1, **kwargs)
+        self.sharding = sharding
+        self.filtering = Filtering(
+            keep,
+            selector,
+            reference,
+            engine,
+            over=over,
+            keep_warmup_steps=keep_warmup_steps,
+            threshold=threshold,
+            seed=seed,
+        )
+        self._steps = 0
+        self._module: nn.Module | None = None
+
+    @property
+    def _n_devices(self) -> int:
+        return self.num_processes * self.num_nodes
+
+    @property
+    def _sharded(self) -> bool:
+        return self._n_devices > 1
+
+    def _configure_launcher(self) -> None:
+        if self._sharded:
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        check_sharding(self.sharding, self._n_devices)
+        check_precision(str(self.precision.precision))
+        self._data_parallel_size = self._n_devices
+        super().setup_environment()
+
+    def _shard(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        mesh = data_parallel_mesh(device_mesh, self.sharding, self.num_nodes, self.num_processes)
+        self.filtering.shard(module, mesh)
+        return module
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        self.filtering.attach(module, self.global_rank)
+        self.filtering.to(self.root_device)
+        if self._sharded:
+            module.to(self.root_device)
+            module = super().setup_module(module)
+        self._module = module
+        return module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Any], Any]:
+        names = {id(p): name for name, p in module.named_parameters()}
+        module = self.setup_module(module)
+        # Sharding made new parameters: without this the optimizers would go on training the old ones.
+        parameters = dict(module.named_parameters())
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [
+                    parameters[names[id(p)]] if id(p) in names else p for p in group["params"]
+                ]
+        return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def module_to_device(self, module: nn.Module) -> None:
+        if not self._sharded:
+            module.to(self.root_device)
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
+        return super().module_init_context(empty_init if self._sharded else False)
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        super().backward(self.filtering.weigh(tensor), module, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        closure = kwargs.pop("closure", None)
+        if closure is not None:
+            inner = closure
+
+            def closure() -> Any:
+                result = inner()
+                self._normalise()
+                return result
+
+            kwargs["closure"] = closure
+        else:
+            self._normalise()
+        result = super().optimizer_step(optimizer, **kwargs)
+        self._steps += 1
+        if self.filtering.token_filter is not None:
+            self.filtering.token_filter.advance(self._steps)
+        return result
+
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._normalise()
+        return super().clip_gradients_norm(*args, **kwargs)
+
+    def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
+        self._normalise()
+        super().clip_gradients_value(*args, **kwargs)
+
+    def _normalise(self) -> None:
+        assert self._module is not None
+        group = self.device_mesh["data_parallel"].get_group() if self._sharded else None
+        self.filtering.normalise(self._module.parameters(), group)
+
+    # One device saves and loads as any single-device strategy does.
+
+    def _base(self) -> type[Strategy]:
+        return ModelParallelStrategy if self._sharded else Strategy
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        return self._base().checkpoint_io.fget(self)  # type: ignore[attr-defined]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._base().checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        state = {**state, STEP_KEY: self._steps}
+        self._base().save_checkpoint(self, path, state, storage_options, filter)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        rest = self._base().load_checkpoint(self, path, state, strict, weights_only)
+        self._steps = rest.pop(STEP_KEY, self._steps)
+        if self.filtering.token_filter is not None:
+            self.filtering.token_filter.advance(self._steps)
+        return rest

@@ -1,0 +1,239 @@
+"""What the Trainer's and Fabric's strategy share: convert, bind the selector, shard, normalise.
+
+Normalisation. The gradient of an optimizer step is the mean over the kept rows of all ranks and
+micro-batches. How many those are is not known at the first micro-backward, so each micro-batch's loss,
+a mean over its own rows, is multiplied by the number of those rows (``weigh``), and once before the
+optimizer step the gradients are divided by the kept rows of all of them (``normalise``).
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lightning_collider.filtering.state import FilterState, states_of
+from lightning_collider.filtering.token_filter import TokenFilter
+from lightning_collider.nn.causal_lm import FilteredCausalLM
+from lightning_collider.nn.convert import ENGINES, convert
+from lightning_collider.nn.layer import FilteredLayer
+
+SHARDINGS = ("auto", "full", "hybrid", "none")
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+
+
+class Filtering:
+    """The settings of a ColliderStrategy and the counts of its current optimizer step.
+
+    Args:
+        selector: see :class:`TokenFilter`; None leaves the backward dense until ``backward_filter``.
+        keep, reference, over, keep_warmup_steps, threshold, seed: see :class:`TokenFilter`.
+        engine: "cpp" or "oracle".
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        keep: float,
+        selector: str | Callable[..., Tensor] | None,
+        reference: nn.Module | str | Path | None,
+        engine: str,
+        **choices: Any,
+    ) -> None:
+        if engine not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+        self.engine = engine
+        self.token_filter: TokenFilter | None = None
+        # Checked without a selector too: a wrong fraction is a mistake in any case.
+        token_filter = TokenFilter(selector or "top_loss", keep, reference, **choices)
+        if selector is not None:
+            self.token_filter = token_filter
+        self._warn_without_effect(keep, selector, reference)
+        self._kept: list[Tensor] = []  # kept rows of each micro-batch since the last step
+        self._plain = False  # whether one came from no converted model
+
+    def _warn_without_effect(self, keep: float, selector: Any, reference: Any) -> None:
+        if selector is None and (keep < 1.0 or reference is not None):
+            warnings.warn(
+                "keep and reference have no effect without a selector: the backward is dense until "
+                "backward_filter is called",
+                stacklevel=4,
+            )
+        elif selector in ("top_loss", "random") and reference is not None:
+            warnings.warn(f"selector={selector!r} does not use the reference model", stacklevel=4)
+        elif selector in ("excess_loss", "top_loss", "random") and keep == 1.0:
+            warnings.warn("keep=1.0 keeps every token: nothing is filtered", stacklevel=4)
+
+    def attach(self, module: nn.Module, rank: int) -> None:
+        """Convert the causal LM inside a module and bind the selector to it.
+
+        Raises:
+            ValueError: no causal LM, several with a selector, or a reference that does not fit.
+        """
+        models = trainable_causal_lms(module)
+        if not models:
+            raise ValueError(
+                f"{type(module).__name__} holds no trainable Hugging Face causal LM: keep it as an "
+                f"attribute, for example self.model = AutoModelForCausalLM.from_pretrained(...)"
+            )
+        if self.token_filter is None:
+            for model in models:
+                convert(model, self.engine)
+            return
+        if len(models) > 1:
+            raise ValueError(
+                f"{type(module).__name__} holds {len(models)} trainable causal LMs: a selector works on "
+                f"one; use selector=None and backward_filter"
+            )
+        (model,) = models
+        reference = self.token_filter.reference
+        if reference is not None:
+            reference.check_vocabulary(model)
+        convert(model, self.engine)
+        self.token_filter.rank = rank
+        assert isinstance(model, FilteredCausalLM)
+        model.token_filter = self.token_filter
+
+    def to(self, device: torch.device) -> None:
+        """Move the reference model."""
+        if self.token_filter is not None and self.token_filter.reference is not None:
+            self.token_filter.reference.model.to(device)
+
+    def shard(self, module: nn.Module, mesh: Any) -> None:
+        """Shard the student and the reference with FSDP2: each decoder layer, then the rest."""
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+        models: list[nn.Module] = list(trainable_causal_lms(module))
+        if self.token_filter is not None and self.token_filter.reference is not None:
+            models.append(self.token_filter.reference.model)
+        for model in models:
+            for layer in decoder_layers(model):
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        inside = {id(p) for model in models for p in model.parameters()}
+        if any(p.requires_grad and id(p) not in inside for p in module.parameters()):
+            # The user's own parameters beside the model have to be reduced over the ranks too.
+            fully_shard(module, mesh=mesh)
+            for step in ("training_step", "validation_step", "test_step", "predict_step"):
+                if hasattr(module, step):
+                    register_fsdp_forward_method(module, step)
+
+    def weigh(self, loss: Tensor, undo: float = 1.0) -> Tensor:
+        """The loss to run backward on: the micro-batch's mean times the rows that it is a mean of.
+
+        Args:
+            loss: what the user returned, divided by ``undo`` by the framework.
+
+        Returns:
+            The weighted loss, or the loss itself where no converted model was trained.
+
+        Raises:
+            ValueError: some micro-batches of this optimizer step came from a converted model and others
+                did not.
+        """
+        states = states_of(loss)
+        counts = [state.n_kept_targets() for state in states]
+        known = [n for n in counts if n is not None]
+        if len(known) < len(states) or not states:
+            self._plain = True
+        if self._plain:
+            if self._kept or known:
+                raise ValueError(
+                    "the losses of one optimizer step must all come from the converted model, or none: "
+                    "their mean over kept tokens is not defined otherwise"
+                )
+            return loss
+        self._kept.append(torch.stack(known).sum())
+        divisor = torch.stack([_divisor(s) for s in states]).sum()
+        return loss * (divisor * undo).to(loss.device, loss.dtype)
+
+    def normalise(self, parameters: Iterable[nn.Parameter], group: Any = None) -> None:
+        """Divide the gradients by the kept rows of all ranks and micro-batches of this step.
+
+        Args:
+            parameters: whose gradients hold the mean over ranks of the sums of ``weigh``'s losses.
+            group: process group of the data-parallel ranks, or None for one device.
+        """
+        if not self._kept:
+            self._plain = False
+            return
+        kept = torch.stack(self._kept).sum()
+        ranks = 1
+        if group is not None:
+            ranks = torch.distributed.get_world_size(group)
+            torch.distributed.all_reduce(kept, group=group)
+        # Nothing kept anywhere: the gradients are zero, and stay so.
+        factor = ranks / kept.clamp(min=1).to(torch.float64)
+        with torch.no_grad():
+            for p in parameters:
+                if p.grad is not None:
+                    grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                    grad.mul_(factor.to(grad.dtype))
+        self._kept = []
+
+
+def _divisor(state: FilterState) -> Tensor:
+    """Rows that a loss was averaged over: the model's own, or the kept rows of a user's mean."""
+    n = state.divisor if state.divisor is not None else state.n_kept_targets()
+    assert n is not None
+    return n
+
+
+def trainable_causal_lms(module: nn.Module) -> list[nn.Module]:
+    """Hugging Face models with a language-model head and something to train, in a module."""
+    return [
+        m
+        for m in module.modules()
+        if isinstance(m, PreTrainedModel)
+        and m.get_output_embeddings() is not None
+        and any(p.requires_grad for p in m.parameters())
+    ]
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model, converted or not."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [m for m in model.modules() if isinstance(m, FilteredLayer) or type(m).__name__ in names]
+
+
+def check_sharding(sharding: str, n_devices: int) -> None:
+    """Raise ValueError for a sharding that is unknown or cannot work on so many devices."""
+    if sharding not in SHARDINGS:
+        raise ValueError(f"sharding must be one of {', '.join(SHARDINGS)}, got {sharding!r}")
+    if sharding == "none" and n_devices > 1:
+        raise ValueError(
+            f"sharding='none' is for one device and there are {n_devices}: use sharding='auto'"
+        )
+
+
+def check_precision(precision: str) -> None:
+    """Raise ValueError for a precision whose filtered backward is not defined."""
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"precision={precision!r} is not supported by lightning-collider (float16 needs loss scaling, "
+            f"which the normalisation over kept tokens does not know): use one of {', '.join(PRECISIONS)}"
+        )
+
+
+def check_tensor_parallel(tensor_parallel_size: int) -> None:
+    """Raise ValueError when tensor parallelism is asked for."""
+    if tensor_parallel_size != 1:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} is not supported: the operators compute whole "
+            f"layers on one device; shard with FSDP2 (sharding='full') instead"
+        )
+
+
+def data_parallel_mesh(device_mesh: Any, sharding: str, num_nodes: int, num_processes: int) -> Any:
+    """The mesh to shard over: one dimension, or (nodes, devices of a node) for hybrid sharding."""
+    if sharding != "hybrid":
+        return device_mesh["data_parallel"]
+    return torch.distributed.init_device_mesh(
+        device_mesh.device_type, (num_nodes, num_processes), mesh_dim_names=("replicate", "shard")
+    )
