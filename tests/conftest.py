@@ -78,8 +78,8 @@ def random_keep(batch: int, length: int, share: float = 0.6, seed: int = 1) -> t
 def relative_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
     """Largest difference of two sets of gradients, relative to the largest gradient of ``want``."""
     assert got.keys() == want.keys()
-    scale = max(float(g.abs().max()) for g in want.values())
-    worst = max(float((got[n].double() - g.double()).abs().max()) for n, g in want.items())
+    scale = max(float(g.detach().abs().max()) for g in want.values())
+    worst = max(float((got[n].double() - g.double()).detach().abs().max()) for n, g in want.items())
     return worst / scale if scale else worst
 
 

@@ -5,7 +5,7 @@ selector fills it inside the forward, or ``backward_filter`` after it; the opera
 backward. Nothing else is shared between forward and backward, so forwards never mix masks.
 """
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ class FilterState:
     Attributes:
         keep: bool (B, T), or None while the backward is dense.
         has_target: bool (B, T) of rows that have a loss, or None when the forward had no labels.
-        divisor: number of rows that ``out.loss`` was averaged over, 0-d, or None.
         rows: the C++ operators' view of the same mask, or None with ``engine="oracle"``.
         backward_ran: whether a backward has already read this state.
     """
@@ -29,7 +28,6 @@ class FilterState:
         self.shape = shape
         self.keep: Tensor | None = None
         self.has_target: Tensor | None = None
-        self.divisor: Tensor | None = None
         self.rows: Any = ops.kept_rows(segment_starts) if engine == "cpp" else None
         self.backward_ran = False
 
@@ -78,57 +76,67 @@ def check_keep(keep: Tensor, shape: tuple[int, ...]) -> None:
 
 
 class _Mark(torch.autograd.Function):
-    """Identity whose graph node carries a FilterState, and whose backward zeroes dropped rows."""
+    """Identity whose graph node carries a FilterState, and whose backward may zero dropped rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, state: FilterState, zero_dropped: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, state: FilterState, zero_dropped: bool, divisor: Tensor | None
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.filter_state = state
         ctx.zero_dropped = zero_dropped
+        ctx.divisor = divisor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         (grad,) = grads
         state: FilterState = ctx.filter_state
         state.backward_ran = True
-        if grad is None or state.keep is None or not ctx.zero_dropped:
-            return grad, None, None
-        keep = state.keep.reshape(*state.keep.shape, *[1] * (grad.dim() - 2))
-        return torch.where(keep, grad, torch.zeros((), dtype=grad.dtype, device=grad.device)), None, None
+        if grad is not None and state.keep is not None and ctx.zero_dropped:
+            keep = state.keep.reshape(*state.keep.shape, *[1] * (grad.dim() - 2))
+            grad = grad.masked_fill(~keep, 0)
+        return grad, None, None, None
 
 
-def mark(x: Tensor, state: FilterState, zero_dropped: bool = True) -> Tensor:
-    """Return x (B, T, ...) unchanged, bound to a state: ``states_of`` finds it from any later loss.
+def mark(
+    x: Tensor, state: FilterState, zero_dropped: bool = True, divisor: Tensor | None = None
+) -> Tensor:
+    """Return x unchanged, bound to a state: ``marks_of`` finds it from any later loss.
 
     Args:
+        x: (B, T, ...), or a mean of it.
         zero_dropped: in backward, replace the gradient of dropped rows by zero. This is the filtered
             backward in plain autograd: enough after the losses, and on the keys and values of an
             attention that the C++ operators do not compute.
+        divisor: number of rows that x is a mean of (0-d), where it is one.
     """
-    return _Mark.apply(x, state, zero_dropped)
+    return _Mark.apply(x, state, zero_dropped, divisor)
 
 
-def states_of(loss: Tensor) -> list[FilterState]:
-    """The states of the forwards that a loss comes from, found by walking back from it."""
-    found: dict[int, FilterState] = {}
-    for node in _walk(loss.grad_fn):
-        state = getattr(node, "filter_state", None)
-        if isinstance(state, FilterState):
-            found[id(state)] = state
-    return list(found.values())
+@dataclass(frozen=True)
+class Mark:
+    """Where a loss meets a forward: its state, and the rows of the mean that it goes through."""
+
+    state: FilterState
+    divisor: Tensor | None
 
 
-def _walk(start: Any) -> Iterator[Any]:
-    seen, todo = set(), [start]
+def marks_of(loss: Tensor) -> list[Mark]:
+    """The marks that a loss comes from, found by walking back from it; one for each state."""
+    found: dict[int, Mark] = {}
+    seen, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        yield node
-        if not isinstance(getattr(node, "filter_state", None), FilterState):
+        state = getattr(node, "filter_state", None)
+        if not isinstance(state, FilterState):
             todo.extend(parent for parent, _ in node.next_functions)
+        elif id(state) not in found or found[id(state)].divisor is None:
+            found[id(state)] = Mark(state, node.divisor)  # type: ignore[attr-defined]
+    return list(found.values())
 
 
 def backward_filter(loss: Tensor, keep: Tensor) -> None:
@@ -147,15 +155,15 @@ def backward_filter(loss: Tensor, keep: Tensor) -> None:
         ValueError: the loss does not come from a converted model, or from two forwards of one; the
             mask has another shape or dtype; a mask is already set; the backward has already run.
     """
-    states = states_of(loss)
-    if not states:
+    marks = marks_of(loss)
+    if not marks:
         raise ValueError(
             "this loss does not come from a converted model in training mode: call "
             "lightning_collider.convert(model) and model.train() before the forward"
         )
-    if len(states) > 1:
+    if len(marks) > 1:
         raise ValueError(
-            f"this loss comes from {len(states)} forwards: call backward_filter on the loss of each "
+            f"this loss comes from {len(marks)} forwards: call backward_filter on the loss of each "
             f"of them before you add them up"
         )
-    states[0].set_keep(keep, loss.device)
+    marks[0].state.set_keep(keep, loss.device)

@@ -139,8 +139,9 @@ class FilteredCausalLM(Swapped):
     def _mean_loss(self, losses: Tensor, state: FilterState, n_items: Any) -> Tensor:
         if state.keep is not None:
             losses = losses.masked_fill(~state.keep, 0.0)
-        state.divisor = state.n_kept_targets() if n_items is None else torch.as_tensor(n_items)
-        return losses.sum() / state.divisor.clamp(min=1)
+        divisor = state.n_kept_targets() if n_items is None else torch.as_tensor(n_items)
+        assert divisor is not None
+        return mark(losses.sum() / divisor.clamp(min=1), state, zero_dropped=False, divisor=divisor)
 
 
 # Arguments of the causal LM that are not the backbone's.

@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_collider.filtering.state import FilterState, states_of
+from lightning_collider.filtering.state import marks_of
 from lightning_collider.filtering.token_filter import TokenFilter
 from lightning_collider.nn.causal_lm import FilteredCausalLM
 from lightning_collider.nn.convert import ENGINES, convert
 from lightning_collider.nn.layer import FilteredLayer
 
 SHARDINGS = ("auto", "full", "hybrid", "none")
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 class Filtering:
@@ -107,15 +108,12 @@ class Filtering:
 
     def shard(self, module: nn.Module, mesh: Any) -> None:
         """Shard the student and the reference with FSDP2: each decoder layer, then the rest."""
-        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-        models: list[nn.Module] = list(trainable_causal_lms(module))
-        if self.token_filter is not None and self.token_filter.reference is not None:
-            models.append(self.token_filter.reference.model)
+        models = trainable_causal_lms(module)
         for model in models:
-            for layer in decoder_layers(model):
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            _shard_model(model, mesh, reshard_root=False)
+        if self.token_filter is not None and self.token_filter.reference is not None:
+            # No backward follows, which would need its embedding and head again.
+            _shard_model(self.token_filter.reference.model, mesh, reshard_root=True)
         inside = {id(p) for model in models for p in model.parameters()}
         if any(p.requires_grad and id(p) not in inside for p in module.parameters()):
             # The user's own parameters beside the model have to be reduced over the ranks too.
@@ -137,10 +135,10 @@ class Filtering:
             ValueError: some micro-batches of this optimizer step came from a converted model and others
                 did not.
         """
-        states = states_of(loss)
-        counts = [state.n_kept_targets() for state in states]
+        marks = marks_of(loss)
+        counts = [m.state.n_kept_targets() for m in marks]
         known = [n for n in counts if n is not None]
-        if len(known) < len(states) or not states:
+        if len(known) < len(marks) or not marks:
             self._plain = True
         if self._plain:
             if self._kept or known:
@@ -150,7 +148,11 @@ class Filtering:
                 )
             return loss
         self._kept.append(torch.stack(known).sum())
-        divisor = torch.stack([_divisor(s) for s in states]).sum()
+        # The model's own mean knows its rows; a mean that the user took is over the kept ones.
+        divisors = [
+            n if m.divisor is None else m.divisor.to(n) for m, n in zip(marks, known, strict=True)
+        ]
+        divisor = torch.stack(divisors).sum()
         return loss * (divisor * undo).to(loss.device, loss.dtype)
 
     def normalise(self, parameters: Iterable[nn.Parameter], group: Any = None) -> None:
@@ -178,13 +180,6 @@ class Filtering:
         self._kept = []
 
 
-def _divisor(state: FilterState) -> Tensor:
-    """Rows that a loss was averaged over: the model's own, or the kept rows of a user's mean."""
-    n = state.divisor if state.divisor is not None else state.n_kept_targets()
-    assert n is not None
-    return n
-
-
 def trainable_causal_lms(module: nn.Module) -> list[nn.Module]:
     """Hugging Face models with a language-model head and something to train, in a module."""
     return [
@@ -194,6 +189,12 @@ def trainable_causal_lms(module: nn.Module) -> list[nn.Module]:
         and m.get_output_embeddings() is not None
         and any(p.requires_grad for p in m.parameters())
     ]
+
+
+def _shard_model(model: nn.Module, mesh: Any, reshard_root: bool) -> None:
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_root)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
