@@ -1,4 +1,4 @@
-"""lightning-collider: token-filtered LLM training that drops filtered tokens from every layer's backward."""
+"""lightning-collider: token-filtered LLM training, filtered in every layer's backward."""
 
 from lightning_collider import fabric, oracle
 from lightning_collider.filtering.selectors import select

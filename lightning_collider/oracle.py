@@ -1,8 +1,9 @@
 """The definition of the filtered gradient, in plain autograd, for any Hugging Face causal LM.
 
 The filtered gradient is that of ``mean over kept rows of CE`` where every attention layer sees
-``K, V = where(keep, K, K.detach()), where(keep, V, V.detach())``: dropped tokens run as constants that
-kept tokens attend to (Collider, arXiv 2502.00340). Every operator of this project is tested against
+``K, V = where(keep, K, K.detach()), where(keep, V, V.detach())``: dropped tokens run as constants
+that kept tokens attend to (Collider, arXiv 2502.00340). Every operator of this project is tested
+against
 this file. It changes no module of the model: the mask enters through its attention interface.
 """
 
@@ -48,7 +49,9 @@ AttentionMaskInterface.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS[_INNER]
 @contextmanager
 def _oracle_attention(model: nn.Module) -> Iterator[None]:
     # Sub-models hold configurations of their own, or share the model's.
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    configs: dict[int, Any] = {
+        id(m.config): m.config for m in model.modules() if hasattr(m, "config")
+    }
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for config in configs.values():

@@ -1,11 +1,12 @@
 """The C++ operators: forwards are dense, backwards run over kept rows only.
 
-Every operator takes the ``KeptRows`` of its forward as its last argument and asks it, when its backward
-runs, which rows stay. Shapes: B sequences, T positions, D hidden width, F MLP width, V vocabulary,
-H query heads, G key/value heads, d head width, r rotated width. Floating tensors are float64, float32
-or bfloat16; under autocast inputs are cast as ``torch.nn.functional.linear`` would cast them.
+Every operator takes the ``KeptRows`` of its forward as its last argument and asks it, when its
+backward runs, which rows stay. Shapes: B sequences, T positions, D hidden width, F MLP width, V
+vocabulary, H query heads, G key/value heads, d head width, r rotated width. Floating tensors are
+float64, float32 or bfloat16; under autocast inputs are cast as ``torch.nn.functional.linear``
+would cast them.
 
-The extension is compiled on first use (see ``build.py``).
+The extension is compiled on first use (see ``extension.py``).
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_collider.ops.build import build, load
+from lightning_collider.ops.extension import build, load
 
 __all__ = [
     "attention",
@@ -32,8 +33,8 @@ def kept_rows(segment_starts: Sequence[int]) -> Any:
     """A ``KeptRows`` for one forward, without a mask yet.
 
     Args:
-        segment_starts: first row of each run of rows inside which attention is causal, in order, then
-            the number of rows. Rows are those of the flattened (B, T) batch.
+        segment_starts: first row of each run of rows inside which attention is causal, in order,
+            then the number of rows. Rows are those of the flattened (B, T) batch.
 
     Returns:
         An object with ``set(keep, device)`` (bool, one value a row), ``n_rows`` and ``n_kept``.
@@ -42,12 +43,12 @@ def kept_rows(segment_starts: Sequence[int]) -> Any:
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int, rows: Any) -> Tensor:
-    """``weight[ids]``: int64 (B, T) and (V, D) to (B, T, D). ``padding_idx`` gets no gradient; -1: none."""
+    """``weight[ids]``: int64 (B, T) and (V, D) to (B, T, D); no gradient at ``padding_idx``."""
     return load().embedding(ids, weight, padding_idx, rows)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, rows: Any) -> Tensor:
-    """Root mean square norm over the last dimension of x (B, T, D), computed in float32 or wider."""
+    """Root mean square norm of x (B, T, D) over D, computed in float32 or wider."""
     return load().rms_norm(x, weight, eps, rows)
 
 
@@ -109,13 +110,13 @@ def linear_cross_entropy(
 
 
 def check_targets(targets: Tensor, vocabulary: int) -> None:
-    """Refuse targets outside [0, vocabulary) other than -100. On a GPU the kernel's own assert does."""
+    """Refuse targets outside [0, vocabulary) but -100. On a GPU the kernel's own assert does."""
     if targets.device.type != "cpu":
         return
     wrong = torch.logical_and(targets != -100, (targets < 0) | (targets >= vocabulary))
     if wrong.any():
         example = int(targets[wrong][0])
         raise ValueError(
-            f"labels hold {example}, outside the model's vocabulary of {vocabulary}: use a tokenizer "
-            f"that fits the model, and -100 for positions without a target"
+            f"labels hold {example}, outside the model's vocabulary of {vocabulary}: use a "
+            "tokenizer that fits the model, and -100 for positions without a target"
         )

@@ -31,8 +31,9 @@ class LiveReference:
         ours, theirs = vocabulary_size(self.model), vocabulary_size(student)
         if ours != theirs:
             raise ValueError(
-                f"the reference model's vocabulary has {ours} tokens and the trained model's {theirs}: "
-                f"excess losses compare the same tokens, so train both with one tokenizer"
+                f"the reference model's vocabulary has {ours} tokens and the trained model's "
+                f"{theirs}: excess losses compare the same tokens, so train both with one "
+                "tokenizer"
             )
 
     @torch.no_grad()

@@ -1,10 +1,9 @@
 """Selectors: from the losses of a batch to the rows that stay in its backward.
 
-A selector is a function ``(losses, reference_losses, labels, keep) -> bool (B, T)``. ``losses[b, t]``
-is the loss of the prediction made at position t; labels follow Hugging Face, so a row has a target
-where ``labels[b, t + 1]`` is not -100.
+A selector is a function ``(losses, reference_losses, labels, keep) -> bool (B, T)``. ``losses[b,
+t]`` is the loss of the prediction made at position t; labels follow Hugging Face, so a row has a
+target where ``labels[b, t + 1]`` is not -100.
 """
-
 
 import torch
 from torch import Tensor
@@ -28,7 +27,8 @@ def check_fraction(keep: float) -> None:
     """Raise ValueError unless keep is in (0, 1]."""
     if not 0.0 < keep <= 1.0:
         raise ValueError(
-            f"keep is the fraction of tokens that stay in the backward and must be in (0, 1], got {keep}"
+            "keep is the fraction of tokens that stay in the backward and must be in (0, 1], got "
+            f"{keep}"
         )
 
 
@@ -77,15 +77,16 @@ def select(
         over: "batch" or "sequence".
 
     Returns:
-        bool (B, T): floor(keep n + 0.5) rows of the n that have a target; ties go to the earlier row.
+        bool (B, T): floor(keep n + 0.5) rows of the n that have a target; ties go to the earlier
+        row.
 
     Raises:
         ValueError: keep outside (0, 1], shapes that differ, or an unknown ``over``.
     """
     if not losses.shape == reference_losses.shape == labels.shape:
         raise ValueError(
-            f"losses {tuple(losses.shape)}, reference losses {tuple(reference_losses.shape)} and labels "
-            f"{tuple(labels.shape)} must have the same shape (B, T)"
+            f"losses {tuple(losses.shape)}, reference losses {tuple(reference_losses.shape)} and "
+            f"labels {tuple(labels.shape)} must have the same shape (B, T)"
         )
     return keep_highest(losses.detach() - reference_losses, labels, keep, over)
 
@@ -101,9 +102,9 @@ def random(labels: Tensor, keep: float, over: str, generator: torch.Generator) -
     return keep_highest(scores, labels, keep, over)
 
 
-def threshold(losses: Tensor, reference_losses: Tensor | None, labels: Tensor, value: float) -> Tensor:
-    """Keep the rows whose loss (excess loss, where a reference is given) is above a value, in nats."""
+def threshold(
+    losses: Tensor, reference_losses: Tensor | None, labels: Tensor, value: float
+) -> Tensor:
+    """Keep the rows whose loss (excess loss, given a reference) is above a value in nats."""
     scores = losses if reference_losses is None else losses - reference_losses
     return has_target(labels) & (scores.detach() > value)
-
-

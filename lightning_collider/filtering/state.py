@@ -57,7 +57,7 @@ class FilterState:
             self.rows.set(self.keep, device)
 
     def n_kept_targets(self) -> Tensor | None:
-        """Number of kept rows that have a target (0-d), or None while nothing is known of either."""
+        """Number of kept rows that have a target (0-d), or None while neither is known."""
         if self.keep is None:
             return None if self.has_target is None else self.has_target.sum()
         return (self.keep if self.has_target is None else self.keep & self.has_target).sum()
@@ -70,8 +70,8 @@ def check_keep(keep: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"the keep mask must be a bool tensor (True = keep), got {kind}")
     if tuple(keep.shape) != tuple(shape):
         raise ValueError(
-            f"the keep mask must have the batch's shape (B, T) = {tuple(shape)}, one value a position, "
-            f"got {tuple(keep.shape)}"
+            f"the keep mask must have the batch's shape (B, T) = {tuple(shape)}, one value a "
+            f"position, got {tuple(keep.shape)}"
         )
 
 
@@ -106,9 +106,9 @@ def mark(
 
     Args:
         x: (B, T, ...), or a mean of it.
-        zero_dropped: in backward, replace the gradient of dropped rows by zero. This is the filtered
-            backward in plain autograd: enough after the losses, and on the keys and values of an
-            attention that the C++ operators do not compute.
+        zero_dropped: in backward, replace the gradient of dropped rows by zero. This is the
+            filtered backward in plain autograd: enough after the losses, and on the keys and
+            values of an attention that the C++ operators do not compute.
         divisor: number of rows that x is a mean of (0-d), where it is one.
     """
     return _Mark.apply(x, state, zero_dropped, divisor)
@@ -142,14 +142,14 @@ def marks_of(loss: Tensor) -> list[Mark]:
 def backward_filter(loss: Tensor, keep: Tensor) -> None:
     """Drop rows from the backward of a loss: the one line before ``loss.backward()``.
 
-    The gradient becomes that of the given loss with the dropped rows' terms removed, and with dropped
-    tokens' keys and values held constant (Collider, arXiv 2502.00340). It is not rescaled: for the
-    mean over kept rows, pass that mean.
+    The gradient becomes that of the given loss with the dropped rows' terms removed, and with
+    dropped tokens' keys and values held constant (Collider, arXiv 2502.00340). It is not rescaled:
+    for the mean over kept rows, pass that mean.
 
     Args:
         loss: computed from one forward of a converted model in training mode.
-        keep: bool (B, T); ``keep[b, t]`` speaks of the row at position t, that is of the prediction of
-            token t + 1.
+        keep: bool (B, T); ``keep[b, t]`` speaks of the row at position t, that is of the
+            prediction of token t + 1.
 
     Raises:
         ValueError: the loss does not come from a converted model, or from two forwards of one; the

@@ -1,7 +1,8 @@
 """TokenFilter: the policy by which a forward's losses become its keep mask.
 
 The strategies bind one to the model they convert; the model's forward calls it once its losses are
-known. It holds what selection needs over a whole run: selector, reference, fraction and its warm-up.
+known. It holds what selection needs over a whole run: selector, reference, fraction and its
+warm-up.
 """
 
 from collections.abc import Callable
@@ -48,7 +49,9 @@ class TokenFilter:
     ) -> None:
         selectors.check_fraction(keep)
         if not callable(selector) and selector not in NAMES:
-            raise ValueError(f"selector must be one of {', '.join(NAMES)} or a callable, got {selector!r}")
+            raise ValueError(
+                f"selector must be one of {', '.join(NAMES)} or a callable, got {selector!r}"
+            )
         if over not in ("batch", "sequence"):
             raise ValueError(f"over must be 'batch' or 'sequence', got {over!r}")
         if keep_warmup_steps < 0:
@@ -131,23 +134,25 @@ class TokenFilter:
         if stored is not None:
             if stored.shape != labels.shape:
                 raise ValueError(
-                    f"reference_losses must have the batch's shape (B, T) = {tuple(labels.shape)}, got "
-                    f"{tuple(stored.shape)}"
+                    f"reference_losses must have the batch's shape (B, T) = {tuple(labels.shape)}, "
+                    f"got {tuple(stored.shape)}"
                 )
             return stored.to(labels.device)
         if self.reference is None:
             if self.selector == "excess_loss":
                 raise ValueError(
-                    "selector='excess_loss' compares with a reference: give reference=a model or its "
-                    "folder, or batches with reference_losses"
+                    "selector='excess_loss' compares with a reference: give reference=a model or "
+                    "its folder, or batches with reference_losses"
                 )
             return None
         if input_ids is None:
-            raise ValueError("the reference model needs input_ids; the forward got inputs_embeds only")
+            raise ValueError(
+                "the reference model needs input_ids; the forward got inputs_embeds only"
+            )
         return self.reference.losses(input_ids, labels, **inputs)
 
     def _generator(self) -> torch.Generator:
-        # A function of (seed, step, forward, rank): the same rows after a resume, others on each rank.
+        # A function of (seed, step, forward, rank): the same rows after a resume, others on each
+        # rank.
         mixed = hash((self.seed, self.step, self.forwards, self.rank)) & (2**63 - 1)
         return torch.Generator().manual_seed(mixed)
-

@@ -1,10 +1,11 @@
 """The causal LM: from a batch to a loss, with one FilterState a forward.
 
-In training, hidden states go through fused head and cross-entropy, so logits are never all in memory;
-the selector, where one is bound, turns the losses into the keep mask. In eval mode or without grad the
-model is the Hugging Face one.
+In training, hidden states go through fused head and cross-entropy, so logits are never all in
+memory; the selector, where one is bound, turns the losses into the keep mask. In eval mode or
+without grad the model is the Hugging Face one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,11 @@ class FilteredOutput(CausalLMOutputWithPast):
 class FilteredCausalLM(Swapped):
     """A Hugging Face ``...ForCausalLM``: backbone in ``base_model``, head in ``lm_head``."""
 
+    base_model: nn.Module
+    get_input_embeddings: Callable[[], nn.Module]
+    get_output_embeddings: Callable[[], nn.Linear]
     filter_engine: str = "cpp"
+    filter_family: Any  # the row of convert.py's table
     token_filter: TokenFilter | None = None
 
     def forward(
@@ -104,16 +109,14 @@ class FilteredCausalLM(Swapped):
         self, given: dict[str, Tensor | None], state: FilterState, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Any]:
         backbone = self.base_model
-        if all(why_dense(m) is None for m in attentions(self._layers())):
+        layers = [m for m in backbone.modules() if isinstance(m, FilteredLayer)]
+        if all(why_dense(m) is None for m in attentions(layers)):
             # A mask that is already 4-D is passed on as it is; the operators do not read it.
             given = {**given, "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
         passed = {k: v for k, v in kwargs.items() if k not in HEAD_ARGUMENTS}
         with bound([self.get_input_embeddings(), *backbone.children()], state):
             outputs = backbone(**given, **passed, use_cache=False, filter_state=state)
         return outputs.last_hidden_state, outputs
-
-    def _layers(self) -> list[nn.Module]:
-        return [m for m in self.base_model.modules() if isinstance(m, FilteredLayer)]
 
     def why_head_dense(self) -> str | None:
         """Why the head's backward is dense, or None when it is filtered."""
@@ -123,11 +126,15 @@ class FilteredCausalLM(Swapped):
 
     def _logits(self, hidden: Tensor, state: FilterState, logits_to_keep: Any) -> Tensor:
         if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            raise ValueError("logits_to_keep is for generation; training needs the logits of all rows")
+            raise ValueError(
+                "logits_to_keep is for generation; training needs the logits of all rows"
+            )
         head = self.get_output_embeddings()
         if self.why_head_dense() is not None:
             return mark(head(hidden), state)
-        return mark(ops.linear(hidden, head.weight, head.bias, state.rows), state, zero_dropped=False)
+        return mark(
+            ops.linear(hidden, head.weight, head.bias, state.rows), state, zero_dropped=False
+        )
 
     def _token_losses(self, hidden: Tensor, targets: Tensor, state: FilterState) -> Tensor:
         head = self.get_output_embeddings()
@@ -149,7 +156,7 @@ HEAD_ARGUMENTS = ("num_items_in_batch", "use_cache")
 
 
 def logit_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of full logits (B, T, V) at every position: float (B, T), 0 without a target."""
+    """Cross-entropy of logits (B, T, V) at every position: float (B, T), 0 without a target."""
     ops.check_targets(targets, logits.shape[-1])
     wide = torch.promote_types(logits.dtype, torch.float32)
     losses = F.cross_entropy(
@@ -165,8 +172,8 @@ def refuse_in_training(kwargs: dict[str, Any]) -> None:
             raise ValueError(f"{name} is for generation: call model.eval() first, or leave it out")
     if kwargs.get("output_attentions"):
         raise ValueError(
-            "output_attentions is not available in training: the operators never form the attention "
-            "weights; call model.eval() first"
+            "output_attentions is not available in training: the operators never form the "
+            "attention weights; call model.eval() first"
         )
     if kwargs.get("return_dict") is False:
         raise ValueError("a converted model returns an output object: leave return_dict out")
@@ -184,8 +191,8 @@ def token_losses(model: nn.Module, input_ids: Tensor, labels: Tensor, **inputs: 
     """Loss of the prediction made at each position, differentiable.
 
     Args:
-        model: a causal LM, converted (then ``backward_filter`` works on any loss made of the result)
-            or not; it may be wrapped by Fabric or DDP.
+        model: a causal LM, converted (then ``backward_filter`` works on any loss made of the
+            result) or not; it may be wrapped by Fabric or DDP.
         input_ids, labels: int64 (B, T); labels are shifted inside, -100 is ignored.
         inputs: passed to the model.
 

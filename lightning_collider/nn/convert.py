@@ -57,14 +57,14 @@ def family_of(model: nn.Module) -> Family:
         if isinstance(model, base):
             if type(model).forward is not base.forward or "forward" in model.__dict__:
                 raise ValueError(
-                    f"{type(model).__name__} has a forward of its own, which convert() would replace: "
-                    f"convert the plain {family.causal_lm}"
+                    f"{type(model).__name__} has a forward of its own, which convert() would "
+                    f"replace: convert the plain {family.causal_lm}"
                 )
             return family
     known = ", ".join(family.causal_lm for family in FAMILIES)
     raise ValueError(
-        f"{type(model).__name__} is not a causal language model that can be filtered. Known: {known}. "
-        f"Give the Hugging Face model itself, as AutoModelForCausalLM loads it"
+        f"{type(model).__name__} is not a causal language model that can be filtered. Known: "
+        f"{known}. Give the Hugging Face model itself, as AutoModelForCausalLM loads it"
     )
 
 
@@ -72,8 +72,8 @@ def convert(model: nn.Module, engine: str = "cpp") -> nn.Module:
     """Swap a causal LM's modules for ones whose backward sees kept rows only.
 
     Parameter names and objects are unchanged, so checkpoints load with and without the plugin, an
-    optimizer made before stays valid, and ``save_pretrained`` writes the ordinary folder. In eval mode
-    or without grad the model computes what it computed before.
+    optimizer made before stays valid, and ``save_pretrained`` writes the ordinary folder. In eval
+    mode or without grad the model computes what it computed before.
 
     Args:
         model: a Hugging Face causal LM; changed in place.
@@ -84,8 +84,8 @@ def convert(model: nn.Module, engine: str = "cpp") -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: an unknown engine or model, or a feature that cannot be filtered (an active sliding
-            window).
+        ValueError: an unknown engine or model, or a feature that cannot be filtered (an active
+            sliding window).
         RuntimeError: the C++ operators cannot be compiled; says what to install.
     """
     if engine not in ENGINES:

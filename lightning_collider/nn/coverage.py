@@ -12,7 +12,7 @@ from lightning_collider.nn.swapped import Swapped
 
 @dataclass(frozen=True)
 class Entry:
-    """One module: its name in the model, its class, and why its backward is dense (None: filtered)."""
+    """One module: its name, its class, and why its backward is dense (None: filtered)."""
 
     name: str
     kind: str

@@ -1,7 +1,8 @@
 """The decoder layer: it keeps the state of its forward and binds it to its parts.
 
-The state comes as an argument, so that an activation checkpoint keeps it in its closure: a recompute
-runs in backward, when another forward may be the newest. The layer's own forward is Hugging Face's.
+The state comes as an argument, so that an activation checkpoint keeps it in its closure: a
+recompute runs in backward, when another forward may be the newest. The layer's own forward is
+Hugging Face's.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,7 +41,8 @@ def constant_dropped_keys(attention: nn.Module, state: FilterState) -> Iterator[
     """Filter an attention that the operators do not compute, exactly and without saving time.
 
     Keys and values of dropped rows get no gradient, as the definition asks (see oracle.py). Rotary
-    embedding acts on each row alone, so the projections' outputs are as good a place as its outputs.
+    embedding acts on each row alone, so the projections' outputs are as good a place as its
+    outputs.
     """
     names = ("k_proj", "v_proj")
     called: set[str] = set()
@@ -61,8 +63,8 @@ def constant_dropped_keys(attention: nn.Module, state: FilterState) -> Iterator[
     missing = [name for name in names if name not in called]
     if missing:
         raise ValueError(
-            f"{type(attention).__name__} has a forward that does not call {' and '.join(missing)}: its "
-            f"dropped keys cannot be held constant, so this model cannot be filtered"
+            f"{type(attention).__name__} has a forward that does not call {' and '.join(missing)}: "
+            "its dropped keys cannot be held constant, so this model cannot be filtered"
         )
 
 

@@ -1,4 +1,4 @@
-"""The parts of a transformer block whose backward sees kept rows only: norm, MLP, attention, embedding."""
+"""The parts of a model whose backward sees kept rows only: norm, MLP, attention, embedding."""
 
 from typing import Any
 
@@ -13,6 +13,12 @@ from lightning_collider.nn.swapped import Swapped, parameters_of, plain_linears
 class FilteredEmbedding(Swapped):
     """``torch.nn.Embedding``."""
 
+    weight: Tensor
+    padding_idx: int | None
+    max_norm: float | None
+    scale_grad_by_freq: bool
+    sparse: bool
+
     def why_dense(self) -> str | None:
         if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
             return "max_norm, scale_grad_by_freq and sparse gradients are not supported"
@@ -26,7 +32,10 @@ class FilteredEmbedding(Swapped):
 
 
 class FilteredRMSNorm(Swapped):
-    """Llama's norm and its copies: weight, ``variance_epsilon``."""
+    """Llama's norm and its copies."""
+
+    weight: Tensor
+    variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if self.filter_state is None:
@@ -38,6 +47,8 @@ class FilteredRMSNorm(Swapped):
 
 class FilteredSwigluMLP(Swapped):
     """Gate, up and down projection with SiLU."""
+
+    act_fn: nn.Module
 
     LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -55,6 +66,10 @@ class FilteredSwigluMLP(Swapped):
 
 class FilteredAttention(Swapped):
     """Grouped-query causal attention with rotary embedding."""
+
+    attention_dropout: float
+    head_dim: int
+    scaling: float
 
     LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -78,6 +93,7 @@ class FilteredAttention(Swapped):
                 **kwargs,
             )
         # The mask is not needed: the state's segments say what may attend to what.
+        assert position_embeddings is not None
         cos, sin = position_embeddings
         weights, biases = parameters_of(self, self.LINEARS)
         rows = self.filter_state.rows
@@ -97,8 +113,8 @@ def segment_starts(
 ) -> list[int]:
     """First rows of the runs inside which attention is causal, then the number of rows.
 
-    A run is a sequence; padding and tokens of a padded sequence are runs of their own; and without a
-    padding mask, positions that do not go up by one start a new run, as in Hugging Face models.
+    A run is a sequence; padding and tokens of a padded sequence are runs of their own; and without
+    a padding mask, positions that do not go up by one start a new run, as in Hugging Face models.
 
     Args:
         shape: (B, T).
@@ -114,8 +130,8 @@ def segment_starts(
     if attention_mask is not None:
         if tuple(attention_mask.shape) != shape:
             raise ValueError(
-                f"in training the attention mask must be (B, T) = {shape} with 1 for tokens and 0 for "
-                f"padding, got {tuple(attention_mask.shape)}"
+                f"in training the attention mask must be (B, T) = {shape} with 1 for tokens and 0 "
+                f"for padding, got {tuple(attention_mask.shape)}"
             )
         tokens = attention_mask.to("cpu", torch.bool)
         starts[:, 1:] = tokens[:, 1:] != tokens[:, :-1]

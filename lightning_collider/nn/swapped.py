@@ -1,12 +1,12 @@
-"""What every swapped module shares: its class is exchanged in place, its parameters are not touched.
+"""What every swapped module shares: its class is exchanged, its parameters are not touched.
 
-``swap(module, Mixin)`` gives the module a class that inherits from the mixin and from what it was. The
-mixin's forward takes over while a FilterState is bound to the module, and is the original one otherwise.
+``swap(module, Mixin)`` gives the module a class that inherits from the mixin and from what it was.
+The mixin's forward takes over while a FilterState is bound to the module, and is the original one
+otherwise.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from lightning_collider.filtering.state import FilterState
 
 
-class Swapped:
-    """Base of the mixins. ``filter_state`` is bound only while the forward that owns it runs."""
+class Swapped(nn.Module):
+    """Base of the mixins. ``filter_state`` is bound only while the forward that owns it runs.
+
+    A mixin declares the attributes that it takes from the class it is swapped with.
+    """
 
     filter_state: FilterState | None = None
-    mixin: type  # what it was swapped with
+    mixin: "type[Swapped]"  # what it was swapped with
     original_class: type[nn.Module]
 
     def why_dense(self) -> str | None:
@@ -33,24 +36,29 @@ class Swapped:
         return _rebuild, (self.mixin, self.original_class), self.__dict__
 
 
-@cache
-def _swapped_class(mixin: type, original: type) -> type:
-    # The name stays: Hugging Face writes it into config.json, and sharding policies look for it.
-    names = {
-        "mixin": mixin,
-        "original_class": original,
-        "__module__": original.__module__,
-        "__doc__": original.__doc__,
-    }
-    return type(original.__name__, (mixin, original), names)
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
-def _rebuild(mixin: type, original: type) -> nn.Module:
+def _swapped_class(mixin: type[Swapped], original: type[nn.Module]) -> type[nn.Module]:
+    key = (mixin, original)
+    if key not in _classes:
+        # The name stays: Hugging Face writes it into config.json, and sharding policies look for it.
+        names = {
+            "mixin": mixin,
+            "original_class": original,
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+        }
+        _classes[key] = type(original.__name__, (mixin, original), names)
+    return _classes[key]
+
+
+def _rebuild(mixin: type[Swapped], original: type[nn.Module]) -> nn.Module:
     swapped = _swapped_class(mixin, original)
     return swapped.__new__(swapped)
 
 
-def swap(module: nn.Module, mixin: type) -> None:
+def swap(module: nn.Module, mixin: type[Swapped]) -> None:
     """Exchange a module's class in place."""
     module.__class__ = _swapped_class(mixin, type(module))
 
@@ -94,7 +102,9 @@ def plain_linears(module: nn.Module, names: Iterable[str]) -> str | None:
     return None
 
 
-def parameters_of(module: nn.Module, names: Iterable[str]) -> tuple[list[Tensor], list[Tensor | None]]:
+def parameters_of(
+    module: nn.Module, names: Iterable[str]
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """Weights and biases of a module's linear layers, in order."""
     linears = [getattr(module, name) for name in names]
     return [m.weight for m in linears], [m.bias for m in linears]

@@ -1,4 +1,4 @@
-"""ColliderStrategy for Fabric: FSDP2 on several devices, nothing on one, and a filtered backward."""
+"""ColliderStrategy for Fabric: a filtered backward, FSDP2 on several devices."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,11 +24,12 @@ STEP_KEY = "collider_step"
 class ColliderStrategy(ModelParallelStrategy):
     """Trains a Hugging Face causal LM with a filtered backward.
 
-    ``fabric.setup`` converts the model (and shards it on several devices), the model's forward with
-    labels selects, ``fabric.backward(loss)`` runs the filtered backward, and before ``optimizer.step()``
-    or ``fabric.clip_gradients`` the gradient becomes the mean over the kept rows of all ranks and
-    micro-batches. Pass each micro-batch's loss undivided, also when gradients are accumulated. Losses
-    stored beforehand go to the model's forward as ``reference_losses``.
+    ``fabric.setup`` converts the model (and shards it on several devices), the model's forward
+    with labels selects, ``fabric.backward(loss)`` runs the filtered backward, and before
+    ``optimizer.step()`` or ``fabric.clip_gradients`` the gradient becomes the mean over the kept
+    rows of all ranks and micro-batches. Pass each micro-batch's loss undivided, also when
+    gradients are accumulated. Losses stored beforehand go to the model's forward as
+    ``reference_losses``.
 
     Arguments and errors are those of :class:`lightning_collider.ColliderStrategy`.
     """
@@ -101,7 +102,8 @@ class ColliderStrategy(ModelParallelStrategy):
     ) -> tuple[nn.Module, list[Any], Any]:
         names = {id(p): name for name, p in module.named_parameters()}
         module = self.setup_module(module)
-        # Sharding made new parameters: without this the optimizers would go on training the old ones.
+        # Sharding made new parameters: without this the optimizers would go on training the old
+        # ones.
         parameters = dict(module.named_parameters())
         for optimizer in optimizers:
             for group in optimizer.param_groups:

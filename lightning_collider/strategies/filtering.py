@@ -1,9 +1,10 @@
 """What the Trainer's and Fabric's strategy share: convert, bind the selector, shard, normalise.
 
 Normalisation. The gradient of an optimizer step is the mean over the kept rows of all ranks and
-micro-batches. How many those are is not known at the first micro-backward, so each micro-batch's loss,
-a mean over its own rows, is multiplied by the number of those rows (``weigh``), and once before the
-optimizer step the gradients are divided by the kept rows of all of them (``normalise``).
+micro-batches. How many those are is not known at the first micro-backward, so each micro-batch's
+loss, a mean over its own rows, is multiplied by the number of those rows (``weigh``), and once
+before the optimizer step the gradients are divided by the kept rows of all of them
+(``normalise``).
 """
 
 import warnings
@@ -31,7 +32,8 @@ class Filtering:
     """The settings of a ColliderStrategy and the counts of its current optimizer step.
 
     Args:
-        selector: see :class:`TokenFilter`; None leaves the backward dense until ``backward_filter``.
+        selector: see :class:`TokenFilter`; None leaves the backward dense until
+        ``backward_filter``.
         keep, reference, over, keep_warmup_steps, threshold, seed: see :class:`TokenFilter`.
         engine: "cpp" or "oracle".
 
@@ -89,8 +91,8 @@ class Filtering:
             return
         if len(models) > 1:
             raise ValueError(
-                f"{type(module).__name__} holds {len(models)} trainable causal LMs: a selector works on "
-                f"one; use selector=None and backward_filter"
+                f"{type(module).__name__} holds {len(models)} trainable causal LMs: a selector "
+                "works on one; use selector=None and backward_filter"
             )
         (model,) = models
         reference = self.token_filter.reference
@@ -132,8 +134,8 @@ class Filtering:
             The weighted loss, or the loss itself where no converted model was trained.
 
         Raises:
-            ValueError: some micro-batches of this optimizer step came from a converted model and others
-                did not.
+            ValueError: some micro-batches of this optimizer step came from a converted model and
+                others did not.
         """
         marks = marks_of(loss)
         counts = [m.state.n_kept_targets() for m in marks]
@@ -143,8 +145,8 @@ class Filtering:
         if self._plain:
             if self._kept or known:
                 raise ValueError(
-                    "the losses of one optimizer step must all come from the converted model, or none: "
-                    "their mean over kept tokens is not defined otherwise"
+                    "the losses of one optimizer step must all come from the converted model, or "
+                    "none: their mean over kept tokens is not defined otherwise"
                 )
             return loss
         self._kept.append(torch.stack(known).sum())
@@ -217,8 +219,9 @@ def check_precision(precision: str) -> None:
     """Raise ValueError for a precision whose filtered backward is not defined."""
     if precision not in PRECISIONS:
         raise ValueError(
-            f"precision={precision!r} is not supported by lightning-collider (float16 needs loss scaling, "
-            f"which the normalisation over kept tokens does not know): use one of {', '.join(PRECISIONS)}"
+            f"precision={precision!r} is not supported by lightning-collider (float16 needs loss "
+            "scaling, which the normalisation over kept tokens does not know): use one of "
+            f"{', '.join(PRECISIONS)}"
         )
 
 
@@ -226,8 +229,8 @@ def check_tensor_parallel(tensor_parallel_size: int) -> None:
     """Raise ValueError when tensor parallelism is asked for."""
     if tensor_parallel_size != 1:
         raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} is not supported: the operators compute whole "
-            f"layers on one device; shard with FSDP2 (sharding='full') instead"
+            f"tensor_parallel_size={tensor_parallel_size} is not supported: the operators compute "
+            "whole layers on one device; shard with FSDP2 (sharding='full') instead"
         )
 
 

@@ -1,4 +1,4 @@
-"""ColliderStrategy for the Trainer: FSDP2 on several devices, nothing on one, and a filtered backward."""
+"""ColliderStrategy for the Trainer: a filtered backward, FSDP2 on several devices."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +43,8 @@ class ColliderStrategy(ModelParallelStrategy):
         threshold: for "threshold", the loss in nats above which a token is kept.
         seed: for "random".
         tensor_parallel_size: must be 1.
-        kwargs: for Lightning's ModelParallelStrategy (``save_distributed_checkpoint``, ``timeout``, ...).
+        kwargs: for Lightning's ModelParallelStrategy (``save_distributed_checkpoint``,
+        ``timeout``, ...).
 
     Raises:
         ValueError: a setting out of range, float16 precision, or no causal LM to convert.
@@ -139,9 +140,7 @@ class ColliderStrategy(ModelParallelStrategy):
         finally:
             token_filter.stored = None
 
-    def backward(
-        self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
         # Lightning has divided the loss by the window's length, also in a short last window.
         automatic = self.lightning_module.automatic_optimization

@@ -76,7 +76,9 @@ def test_shapes_that_differ_are_refused():
 def test_top_loss_and_threshold():
     labels = torch.zeros(1, 5, dtype=torch.long)
     losses = torch.tensor([[0.1, 3.0, 2.0, 1.0, 9.0]])
-    assert selectors.top_loss(losses, labels, 0.5, "batch").tolist() == [[False, True, True, False, False]]
+    assert selectors.top_loss(losses, labels, 0.5, "batch").tolist() == [
+        [False, True, True, False, False]
+    ]
     above = TokenFilter("threshold", threshold=0.5)(losses, labels, None, None)
     assert above.tolist() == [[False, True, True, True, False]]
     excess = TokenFilter("threshold", threshold=0.5)(losses, labels, None, torch.full((1, 5), 1.6))

@@ -45,9 +45,7 @@ def test_two_forwards_one_backward(checkpointing):
     reference = float64_reference(model)
     model = lc.convert(model.double())
     if checkpointing:
-        model.gradient_checkpointing_enable(
-            {"use_reentrant": checkpointing == "reentrant"}
-        )
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     sum(losses_and_masks(model)).backward()
     assert relative_error(grads_of(model), oracle_sum(reference)) < 1e-10
 
@@ -94,7 +92,12 @@ def test_a_mask_does_not_outlive_its_forward():
     ids, labels = batch_of(2, 17)
     model(input_ids=ids, labels=labels).loss.backward()
     everything = torch.ones(2, 17, dtype=torch.bool)
-    assert relative_error(grads_of(model), lc.oracle.filtered_grads(reference, ids, labels, everything)) < 1e-10
+    assert (
+        relative_error(
+            grads_of(model), lc.oracle.filtered_grads(reference, ids, labels, everything)
+        )
+        < 1e-10
+    )
 
 
 @pytest.fixture
@@ -109,7 +112,9 @@ def test_mask_of_another_shape_or_dtype(model_and_batch):
         lc.backward_filter(loss, torch.ones(9, dtype=torch.bool))
     with pytest.raises(ValueError, match="bool"):
         lc.backward_filter(loss, torch.ones(2, 9))
-    lc.backward_filter(loss, torch.ones(2, 9, dtype=torch.bool))  # the refused ones left nothing behind
+    lc.backward_filter(
+        loss, torch.ones(2, 9, dtype=torch.bool)
+    )  # the refused ones left nothing behind
     loss.backward()
 
 
@@ -143,7 +148,9 @@ def test_a_second_backward_is_refused_and_a_retained_one_doubles(model_and_batch
 
 def test_a_loss_from_elsewhere_is_refused():
     with pytest.raises(ValueError, match="convert"):
-        lc.backward_filter(torch.ones(1, requires_grad=True).sum(), torch.ones(1, 1, dtype=torch.bool))
+        lc.backward_filter(
+            torch.ones(1, requires_grad=True).sum(), torch.ones(1, 1, dtype=torch.bool)
+        )
 
 
 def test_a_sum_of_two_forwards_is_refused(model_and_batch):

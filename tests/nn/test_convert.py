@@ -14,7 +14,6 @@ import lightning_collider as lc
 from lightning_collider.filtering.selectors import has_target
 from tests.conftest import (
     batch_of,
-    float64_reference,
     grads_of,
     random_keep,
     relative_error,
@@ -153,8 +152,12 @@ def replaced_forward(model):
     return "model.layers.0.input_layernorm", "its forward was replaced"
 
 
-# A class or a forward exchanged after conversion is the user's own business: it wraps the swapped one.
-EXTRAS = [(extra, "before") for extra in (adapter, own_forward, hook, head_hook, parametrised, replaced_forward)]
+# A class or a forward exchanged after conversion is the user's own business: it wraps the swapped
+# one.
+EXTRAS = [
+    (extra, "before")
+    for extra in (adapter, own_forward, hook, head_hook, parametrised, replaced_forward)
+]
 EXTRAS += [(extra, "after") for extra in (adapter, hook, head_hook, parametrised)]
 
 
@@ -240,7 +243,10 @@ def test_engines():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"labels": torch.full((1, 4), 97)}, "labels hold 97, outside the model's vocabulary of 97"),
+        (
+            {"labels": torch.full((1, 4), 97)},
+            "labels hold 97, outside the model's vocabulary of 97",
+        ),
         ({"labels": torch.full((1, 4), -3)}, "labels hold -3"),
         ({"attention_mask": torch.ones(1, 4, 4)}, "attention mask must be"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "padding between tokens"),

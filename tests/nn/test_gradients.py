@@ -153,7 +153,9 @@ def test_the_mask_may_come_with_the_forward():
 
 
 def test_oracle_engine_gives_the_same_gradient_without_the_extension(monkeypatch):
-    monkeypatch.setattr("lightning_collider.ops.load", lambda: pytest.fail("the extension was used"))
+    monkeypatch.setattr(
+        "lightning_collider.ops.load", lambda: pytest.fail("the extension was used")
+    )
     model = small_llama()
     reference = float64_reference(model)
     ids, labels = batch_of(3, 33)

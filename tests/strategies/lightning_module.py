@@ -57,7 +57,11 @@ def fit(module, strategy, batches, max_steps: int, ckpt_path=None, **settings) -
         "enable_model_summary": False,
     }
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=max_steps, **{**quiet, **settings}
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_steps=max_steps,
+        **{**quiet, **settings},
     )
     trainer.fit(module, batches, ckpt_path=ckpt_path)
     return trainer

@@ -1,4 +1,5 @@
-"""What each of two gloo ranks runs: ``torchrun ranks.py CASE FOLDER``; rank 0 leaves full weights there.
+"""What each of two gloo ranks runs: ``torchrun ranks.py CASE FOLDER``; rank 0 leaves full weights
+there.
 
 Each rank sees every second batch; the tests compare with one process on all of them.
 """
@@ -77,7 +78,9 @@ def trainer_case(folder):
     strategy = excess()
     module, _ = fit(strategy, max_steps=N // 2)
     assert all(isinstance(p, DTensor) for p in module.model.parameters())
-    assert all(isinstance(p, DTensor) for p in strategy.filtering.token_filter.reference.model.parameters())
+    assert all(
+        isinstance(p, DTensor) for p in strategy.filtering.token_filter.reference.model.parameters()
+    )
     return full_weights(module.model)
 
 

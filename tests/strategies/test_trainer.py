@@ -1,4 +1,4 @@
-"""The Trainer's strategy on one device: selection, normalisation, precision, checkpoints, mistakes."""
+"""The Trainer's strategy on one device: selection, normalisation, checkpoints, mistakes."""
 
 import copy
 import warnings
@@ -19,7 +19,7 @@ LR = 0.1
 
 
 def steps_by_hand(model, items, masks_of, window, lr=LR):
-    """SGD on the mean over the kept rows of each window of single-sequence batches, by the oracle."""
+    """SGD on the mean over the kept rows of each window of batches, by the oracle."""
     model = float64_reference(model)
     for start in range(0, len(items), window):
         total, kept = None, 0
@@ -55,7 +55,9 @@ def keep_everything(model, ids, labels):
     return torch.ones_like(labels, dtype=torch.bool)
 
 
-@pytest.mark.parametrize(("window", "n"), [(1, 3), (2, 4), (2, 5)], ids=["plain", "window", "short"])
+@pytest.mark.parametrize(
+    ("window", "n"), [(1, 3), (2, 4), (2, 5)], ids=["plain", "window", "short"]
+)
 def test_filtered_steps_equal_the_oracles(window, n):
     reference = small_llama(seed=9, layers=2).double().requires_grad_(False)
     module = UsersModule()

@@ -101,10 +101,10 @@ def _compile_into(folder: Path, verbose: bool) -> None:
 def _check_tools(compiler: str) -> None:
     if shutil.which(compiler) is None:
         raise RuntimeError(
-            f"lightning-collider compiles its C++ operators on first use and found no compiler "
-            f"named {compiler!r}. Install one (Debian, Ubuntu: apt install g++; Fedora: dnf install "
-            f"gcc-c++; macOS: xcode-select --install), or name yours in the environment variable "
-            f"CXX. To train without it, slowly and exactly, use engine='oracle'."
+            "lightning-collider compiles its C++ operators on first use and found no compiler "
+            f"named {compiler!r}. Install one (Debian, Ubuntu: apt install g++; Fedora: dnf "
+            "install gcc-c++; macOS: xcode-select --install), or name yours in the environment "
+            "variable CXX. To train without it, slowly and exactly, use engine='oracle'."
         )
     # pip puts ninja beside the interpreter, which need not be on PATH.
     scripts = str(Path(sys.executable).parent)

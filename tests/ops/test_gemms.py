@@ -1,0 +1,101 @@
+"""Every GEMM of a filtered backward works on kept rows only, except the dropped keys in dQ."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lightning_collider as lc
+from tests.conftest import batch_of, random_keep, small_llama
+
+GEMMS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "matmul", "linear", "einsum", "mv")
+FLASH = "_scaled_dot_product_flash_attention_for_cpu_backward"
+
+
+class Operands(TorchDispatchMode):
+    """Records name and operand shapes of everything that multiplies matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.gemms: list[tuple[str, list[tuple[int, ...]]]] = []
+        self.flash: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        shapes = [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
+        if name in GEMMS:
+            self.gemms.append((name, shapes))
+        if name == FLASH:
+            self.flash.append(shapes[1])
+        return func(*args, **(kwargs or {}))
+
+
+def record_backward(batch, length, keep, layers=2):
+    model = lc.convert(small_llama(layers=layers, max_position_embeddings=length))
+    ids, labels = batch_of(batch, length)
+    loss = lc.token_losses(model, ids, labels).sum()
+    if keep is not None:
+        lc.backward_filter(loss, keep)
+    with Operands() as operands:
+        loss.backward()
+    return operands
+
+
+# N = 3 * 101 rows is no other dimension of the model, nor is any kept or dropped count here.
+BATCH, LENGTH = 3, 101
+
+
+def test_the_recorder_sees_full_rows_in_a_dense_backward():
+    operands = record_backward(BATCH, LENGTH, None)
+    assert any(BATCH * LENGTH in shape for _, shapes in operands.gemms for shape in shapes)
+
+
+def test_no_operand_has_a_full_row_dimension():
+    keep = random_keep(BATCH, LENGTH)
+    kept, dropped = int(keep.sum()), int((~keep).sum())
+    operands = record_backward(BATCH, LENGTH, keep)
+    two_d = [shapes for name, shapes in operands.gemms if "bmm" not in name]
+    # The head's logits once more, then weight and input gradient of each projection: the head's,
+    # and in each of 2 layers 3 in the MLP and 4 in attention.
+    assert len(two_d) == 1 + 2 * (1 + 2 * (3 + 4))
+    for shapes in two_d:
+        dims = {d for shape in shapes for d in shape}
+        assert BATCH * LENGTH not in dims and LENGTH not in dims and dropped not in dims
+        assert kept in dims
+    # The flash calls take each sequence's kept rows.
+    per_sequence = keep.sum(1).tolist()
+    assert sorted({shape[2] for shape in operands.flash}) == sorted(set(per_sequence))
+    # What is left are the dropped keys: three products a block.
+    batched = [shapes for name, shapes in operands.gemms if "bmm" in name]
+    assert len(batched) == 2 * BATCH * 3  # one block a sequence and layer at this size
+    for shapes in batched:
+        assert max(d for shape in shapes for d in shape) < BATCH * LENGTH
+
+
+@pytest.mark.parametrize("pattern", ["random", "prefix", "suffix", "runs"])
+def test_attention_counts_the_masks_causal_pairs(pattern):
+    length = 2048
+    position = torch.arange(length)
+    keep = {
+        "random": random_keep(1, length),
+        "prefix": (position < 1300)[None],
+        "suffix": (position >= 800)[None],
+        "runs": (position // 40 % 2 == 0)[None],
+    }[pattern]
+    operands = record_backward(1, length, keep, layers=1)
+    rows = keep[0].nonzero().flatten()
+    dropped = (~keep[0]).nonzero().flatten()
+    exact = int((dropped[None] < rows[:, None]).sum())
+    heads, head_dim, repeats, block = 8, 8, 4, 128  # of small_llama; queries of a block
+    scores = [shapes for name, shapes in operands.gemms if name == "bmm"][0::3]
+    pairs = sum(q[0] * q[1] * k[2] for q, k in scores) // heads
+    # A block computes the keys that its last query sees, for all its queries.
+    rounding = sum(
+        int((dropped < part[-1]).sum()) * len(part) - int((dropped[None] < part[:, None]).sum())
+        for part in rows.split(block)
+    )
+    assert pairs == exact + rounding
+    assert all(q[2] == head_dim and q[1] % repeats == 0 for q, _ in scores)
+    if pattern == "prefix":
+        assert pairs == exact == 0
+    else:
+        assert pairs < 1.15 * exact
