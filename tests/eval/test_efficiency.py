@@ -1,0 +1,111 @@
+"""The bench: FLOPs against brute force and published ratios, what is timed, and what it writes."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig
+
+from lightning_collider.eval import efficiency, memory
+from lightning_collider.eval.flops import causal_pairs, step_flops
+from lightning_collider.filtering.selectors import has_target
+from tests.conftest import batch_of, random_keep, small_llama
+
+TINY = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_hidden_layers=5,
+    vocab_size=97,
+)
+
+
+def test_causal_pairs_against_a_loop():
+    keep = random_keep(3, 17)
+    pairs = both = mixed = 0
+    for row in keep.tolist():
+        for query in range(17):
+            for key in range(query + 1):
+                pairs += 1
+                both += row[query] and row[key]
+                mixed += row[query] and not row[key]
+    assert causal_pairs(keep) == (pairs, both, mixed)
+
+
+def test_flops_of_a_hand_computed_step():
+    # One sequence of 2, keep the second token; 10 weights; attention width 4, one layer.
+    flops = step_flops(10, 4, 1, torch.tensor([[False, True]]))
+    assert flops.forward == 2 * 2 * 10 + 2 * 3 * 8
+    assert flops.dense_backward == 4 * 2 * 10 + 5 * 3 * 8
+    assert flops.filtered_backward == 4 * 1 * 10 + (5 * 1 + 3 * 1) * 8
+    everything = step_flops(10, 4, 1, torch.ones(1, 5, dtype=torch.bool))
+    assert everything.floor_backward == everything.floor_step == 1.0
+
+
+def test_random_masks_cost_what_the_formula_says():
+    # (3 f + 2 f^2) / 5 of attention, and f of the linear layers (method: see eval/flops.py).
+    share = 0.6
+    keep = random_keep(1, 8192, share)
+    attention_only = step_flops(0, 64, 1, keep).floor_backward
+    assert attention_only == pytest.approx((3 * share + 2 * share**2) / 5, rel=0.02)
+    linear_only = step_flops(1000, 0, 1, keep).floor_backward
+    assert linear_only == pytest.approx(keep.float().mean().item(), rel=1e-6)
+
+
+def test_peak_is_the_highest_running_sum():
+    assert memory.largest_sum([]) == 0
+    assert memory.largest_sum([5, -3, 4, -6, 5]) == 6
+
+
+def test_peak_memory_of_one_product():
+    weight = torch.nn.Linear(256, 512, bias=False)
+    x = torch.randn(64, 256)
+    # Forward: the product and its sum; backward: the sum's gradient, expanded, and a fresh dw.
+    peak = memory.peak_bytes(lambda: lambda: weight(x).sum(), weight)
+    product, gradient = 64 * 512 * 4, 512 * 256 * 4
+    assert product + gradient <= peak <= 1.2 * (2 * product + gradient)
+
+
+def test_hugging_faces_labels_give_the_loss_of_the_kept_rows():
+    model = small_llama()
+    ids, labels = batch_of(2, 17)
+    keep = random_keep(2, 17)
+    loss = model(ids, labels=efficiency.labels_of_kept(labels, keep)).loss
+    logits = model(ids).logits[:, :-1]
+    kept = (keep & has_target(labels))[:, :-1]
+    want = F.cross_entropy(logits[kept], labels[:, 1:][kept])
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+
+
+def test_bench_writes_the_keys_of_its_contract(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(efficiency.SHAPES, "tiny", TINY)
+    parser = argparse.ArgumentParser()
+    efficiency.add_arguments(parser)
+    options = "--shape tiny --layers 2 --seq 64 --batch 2 --keep 0.5 --dtype fp32 --rounds 2 --json"
+    efficiency.main(parser.parse_args([*options.split(), str(tmp_path / "bench.json")]))
+    result = json.loads((tmp_path / "bench.json").read_text())
+    plain = "shape layers seq batch keep dtype device floor_backward floor_step peak_memory_ratio"
+    assert set(plain.split()) <= result.keys()
+    assert {"load_average", "versions", "machine"} <= result.keys()
+    for kind in ("hf", "dense", "filtered"):
+        assert result[f"{kind}_forward_s"] > 0 and result[f"{kind}_backward_s"] > 0
+    table = capsys.readouterr().out
+    ratios = "backward_vs_hf step_vs_hf backward_vs_dense step_vs_dense dense_vs_hf".split()
+    for name in ratios:
+        low, high = result[f"{name}_iqr"]
+        assert 0 < low <= result[name] <= high and name in table
+    assert result["rounds"] >= 7 and result["layers"] == 2
+    assert 0.4 < result["floor_backward"] < 0.55
+    assert 0 < result["peak_memory_ratio"]
+
+
+def test_both_models_train_the_same_weights():
+    steps = efficiency.Steps(TINY, 1, 32, 0.5, torch.float32, torch.device("cpu"))
+    theirs, ours = dict(steps.model.named_parameters()), dict(steps.ours.named_parameters())
+    assert theirs.keys() == ours.keys() and all(ours[n] is p for n, p in theirs.items())
+    assert int(steps.mask.sum()) == int(0.5 * 31 + 0.5)
+    # The three losses speak of the same rows: filtered equals Hugging Face's on kept labels.
+    assert steps.filtered()().item() == pytest.approx(steps.hugging_face()().item(), rel=1e-5)
