@@ -1,0 +1,128 @@
+"""The `collider` command: one function for the arguments of a sub-command, and one that runs it.
+
+Each imports what it needs itself, so that one sub-command does not wait for another's libraries.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command and return the exit status: 0, or 2 after a mistake of the user's."""
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
+    try:
+        args.run(args)
+    except (ValueError, OSError, RuntimeError) as error:
+        if not _raised_by_us(error):
+            raise
+        print(f"collider: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _raised_by_us(error: Exception) -> bool:
+    """Whether this package raised the error itself: then its message tells the user what to do.
+
+    An error out of a library below is a defect here, and needs its traceback.
+    """
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
+    return module.split(".")[0] == __name__.split(".")[0]
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="collider", description="Token-filtered LLM training.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (text, add_arguments, run) in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        if words[:1] == [name]:
+            add_arguments(sub)
+    args, rest = parser.parse_known_args(words)
+    # argparse ends a list of words at the first option; these are the overrides that follow one
+    if args.command == "train" and not any(word.startswith("-") for word in rest):
+        args.overrides += rest
+    elif rest:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    return args
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a name in recipes/, or the path of a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a recipe's key")
+    parser.add_argument("--print", action="store_true", help="show the resolved recipe and stop")
+
+
+def _train(args: argparse.Namespace) -> None:
+    from lightning_collider.training.config import load_recipe, to_yaml
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    if args.print:
+        print(to_yaml(recipe), end="")
+        return
+    from lightning_collider.training.run import run_recipe
+
+    run_recipe(recipe)
+
+
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, help="a folder such as RUN/arms/NAME/model")
+    parser.add_argument("--tasks", nargs="+", help="names of tasks (default: all there are)")
+    parser.add_argument("--corpus", type=Path, metavar="DIR", help="corpus folder with problems")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the scores there as well")
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from lightning_collider.eval.harness import TASKS, evaluate
+
+    if args.json is not None and args.json.exists():
+        raise FileExistsError(f"{args.json} exists and is not overwritten: name another file")
+    scores = evaluate(args.checkpoint, args.tasks or TASKS, corpus_dir=args.corpus)
+    for task, score in scores.items():
+        error = "" if score["stderr"] is None else f" ± {score['stderr']:.4f}"
+        print(f"{task}: {score['metric']} {score['value']:.4f}{error} on {score['items']} items")
+    if args.json is not None:
+        args.json.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sub-command takes no arguments."""
+
+
+def _build(args: argparse.Namespace) -> None:
+    from lightning_collider.ops import build
+
+    print(build())
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from lightning_collider.eval import efficiency
+
+    efficiency.add_arguments(parser)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from lightning_collider.eval import efficiency
+
+    efficiency.main(args)
+
+
+# name -> what --help says, the function that adds its arguments, the function that runs it
+COMMANDS: dict[
+    str,
+    tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]],
+] = {
+    "train": ("run a recipe, or go on where it stopped", _train_arguments, _train),
+    "eval": ("score a checkpoint on held-out problems, by lm-eval", _eval_arguments, _eval),
+    "build": ("compile the C++ extension ahead of time", _no_arguments, _build),
+    "bench": ("time our backward against Hugging Face's", _bench_arguments, _bench),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The LightningModule of a recipe: an ordinary one, that knows nothing of how tokens are filtered.
+
+It calls a Hugging Face model with labels and returns the loss. Which rows stay in the backward is
+the strategy's affair; the module only reads what the output says of it, to report it.
+"""
+
+import math
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from torchmetrics import MeanMetric, SumMetric
+from transformers import PreTrainedModel
+
+from lightning_collider.training.config import TrainConfig
+
+
+def cosine_with_warmup(step: int, config: TrainConfig) -> float:
+    """Learning rate of optimizer step `step` (0 is the first), as a part of `config.learning_rate`.
+
+    It rises linearly over the warm-up, step 0 having 1/warmup_steps of it, then follows half a
+    cosine down to `final_learning_rate`, which a step numbered `config.steps` would have.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    final = config.final_learning_rate / config.learning_rate
+    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+class Meter(nn.Module):
+    """Counts tokens and averages losses between two rows of the log, over all ranks.
+
+    Two losses: over the rows that were kept, and over all rows that have a target. Two speeds:
+    input tokens a second, and kept rows a second. Without filtering each pair is equal, up to the
+    last token of a sequence, which is an input and has no target.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept_loss, self.all_loss = MeanMetric(), MeanMetric()
+        self.tokens, self.kept_rows = SumMetric(), SumMetric()
+        self.totals = {"input_tokens": 0.0, "kept_rows": 0.0, "seconds": 0.0}
+        self.last: dict[str, float] = {}  # the newest row of the log
+        self.start()
+
+    def start(self) -> None:
+        """Measure time from here on."""
+        self._batches, self._since = 0, time.perf_counter()
+
+    def update(self, out: Any, labels: torch.Tensor) -> None:
+        """Take in one batch: the model's output and its labels (B, T)."""
+        has_target = labels[:, 1:] != -100
+        targets = kept = has_target.sum()
+        loss = loss_of_all = out.loss.detach()
+        if getattr(out, "keep", None) is not None:
+            kept = (out.keep[:, :-1] & has_target).sum()
+            loss_of_all = out.token_losses.detach().sum() / targets
+        self.kept_loss.update(loss, kept)
+        self.all_loss.update(loss_of_all, targets)
+        self.kept_rows.update(kept)
+        self.tokens.update(labels.numel())
+        self._batches += 1
+
+    def flush(self) -> dict[str, float]:
+        """Means and speeds since the last row, or the last row again when nothing came since.
+
+        This is the only place that waits for the device.
+        """
+        if self._batches == 0:
+            return self.last
+        tokens, kept = self.tokens.compute().item(), self.kept_rows.compute().item()
+        seconds = time.perf_counter() - self._since
+        self.last = {
+            "loss_kept": self.kept_loss.compute().item(),
+            "loss_all": self.all_loss.compute().item(),
+            "tokens_per_s": tokens / seconds,
+            "kept_per_s": kept / seconds,
+        }
+        new = {"input_tokens": tokens, "kept_rows": kept, "seconds": seconds}
+        self.totals = {name: self.totals[name] + new[name] for name in new}
+        for metric in (self.kept_loss, self.all_loss, self.tokens, self.kept_rows):
+            metric.reset()
+        self.start()
+        return self.last
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; ends the current row of the log."""
+        self.flush()
+        return {"totals": self.totals, "last": self.last}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.totals, self.last = state["totals"], state["last"]
+
+
+class LanguageModel(L.LightningModule):
+    """Trains a causal language model of transformers on batches of `input_ids` and `labels`."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainConfig):
+        super().__init__()
+        self.model = model
+        self.config = config
+        self.meter = Meter()
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        out = self.model(**batch, use_cache=False)
+        self.meter.update(out, batch["labels"])
+        return out.loss
+
+    def on_train_start(self) -> None:
+        self.meter.start()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        at_step = (batch_idx + 1) % self.config.accumulate == 0
+        step = self.trainer.global_step
+        if at_step and (step % self.config.log_every == 0 or step == self.trainer.max_steps):
+            self.log_dict(self.meter.flush(), prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim >= 2]
+        vectors = [p for p in self.parameters() if p.ndim < 2]  # norms: decay would pull them to 0
+        groups = [
+            {"params": matrices, "weight_decay": self.config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=(0.9, 0.95))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: cosine_with_warmup(step, self.config)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["meter"] = self.meter.state()
+        checkpoint["model_config"] = self.model.config.to_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.meter.restore(checkpoint["meter"])

@@ -1,0 +1,204 @@
+"""The main job end to end on a tiny recipe: its files, going on after a stop, its refusals."""
+
+import csv
+import json
+
+import pytest
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file
+
+from lightning_collider.training import run as run_module
+from lightning_collider.training.files import read_json
+from lightning_collider.training.fit import build_model, check_checkpoint, newest_checkpoint
+from lightning_collider.training.folder import claimed
+from lightning_collider.training.module import LanguageModel
+from lightning_collider.training.run import run_recipe
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_in, tmp_path_factory):
+    """A finished tiny run: its recipe, folder and results."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    recipe = tiny_in(folder)
+    return recipe, folder, run_recipe(recipe)
+
+
+def weights(folder, arm):
+    return load_file(folder / "arms" / arm / "model" / "model.safetensors")
+
+
+def test_results_say_what_was_done(finished):
+    _, folder, results = finished
+    assert results == json.loads((folder / "results.json").read_text())
+    regular, filtered = results["arms"]["regular"], results["arms"]["filtered"]
+    for arm in (regular, filtered):
+        assert arm["train"]["steps"] == 6
+        assert arm["train"]["input_tokens"] == 6 * 2 * 64
+        assert arm["eval"]["heldout_bits"]["value"] > 0
+        assert arm["eval"]["heldout_choice"]["items"] == 12
+    assert regular["train"]["kept_rows"] == 6 * 2 * 63
+    assert filtered["train"]["kept_rows"] == 6 * int(0.6 * 2 * 63 + 0.5)
+    assert regular["train"]["final_loss_kept"] == regular["train"]["final_loss_all"]
+    assert results["corpus"]["train_tokens"] == 6 * 2 * 64
+    assert {"torch", "lightning", "python"} <= results["versions"].keys()
+
+
+def test_markdown_table_has_a_column_for_each_arm(finished):
+    _, folder, results = finished
+    lines = (folder / "results.md").read_text().splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len({len(line) for line in table}) == 1
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert cells[0] == ["", "regular", "filtered"]
+    rows = {row[0]: row[1:] for row in cells[2:]}
+    for number, arm in enumerate(results["arms"].values()):
+        bits = rows["heldout_bits: bits_per_byte"][number]
+        assert float(bits) == pytest.approx(arm["eval"]["heldout_bits"]["value"], abs=1e-3)
+        assert rows["input tokens"][number] == "768"
+
+
+def test_log_has_both_losses_and_both_speeds(finished):
+    _, folder, _ = finished
+    log = folder / "arms" / "filtered" / "log" / "version_0" / "metrics.csv"
+    rows = [row for row in csv.DictReader(log.open()) if row["loss_kept"]]
+    assert [int(row["step"]) for row in rows] == [1, 3, 5]
+    for row in rows:
+        ratio = float(row["kept_per_s"]) / float(row["tokens_per_s"])
+        assert ratio == pytest.approx(76 / 128)
+        assert float(row["loss_all"]) > 0
+
+
+def test_finished_run_is_shown_again_and_nothing_is_done(finished, monkeypatch, capsys):
+    recipe, folder, results = finished
+    monkeypatch.setattr(run_module, "_do_stages", lambda *_: pytest.fail("a stage ran again"))
+    assert run_recipe(recipe) == results
+    printed = capsys.readouterr().out
+    assert "heldout_bits: bits_per_byte" in printed
+    assert f"{folder} was finished before" in printed and "out=OTHER" in printed
+
+
+def test_arms_start_from_the_same_weights(finished):
+    recipe, folder, _ = finished
+    tokenizer = run_module.load_corpus(folder / "corpus").tokenizer
+    first, second = (build_model(recipe, tokenizer).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def run_with_power_cut(recipe, monkeypatch, batches):
+    """Run a recipe whose first arm fails after so many batches."""
+    step = LanguageModel.training_step
+
+    def fails(self, batch, batch_idx):
+        if self.config.steps == recipe.train.steps and batch_idx == batches:
+            raise KeyError("power cut")
+        return step(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="power cut"):
+        patch.setattr(LanguageModel, "training_step", fails)
+        run_recipe(recipe)
+
+
+def assert_same_training(one, other):
+    """Two run folders have equal weights and counts in each arm."""
+    for arm in ("regular", "filtered"):
+        expected, found = weights(one, arm), weights(other, arm)
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        numbers, others = (read_json(f / "arms" / arm / "train.json") for f in (one, other))
+        for key in ("steps", "input_tokens", "kept_rows", "final_loss_all", "final_loss_kept"):
+            assert numbers[key] == others[key]
+
+
+@pytest.mark.parametrize("batches", [3, 4])
+def test_stopped_run_goes_on_to_the_same_weights(finished, tiny, tmp_path, monkeypatch, batches):
+    """A stop between two checkpoints, and one right behind a checkpoint."""
+    run_with_power_cut(tiny(), monkeypatch, batches)
+    assert newest_checkpoint(tmp_path / "run/arms/regular/checkpoints") is not None
+    run_recipe(tiny())
+    assert_same_training(finished[1], tmp_path / "run")
+
+
+def test_stop_inside_an_accumulation_window(tiny_in, tmp_path, monkeypatch):
+    recipes = [tiny_in(tmp_path / name, "train.accumulate=2") for name in ("whole", "cut")]
+    run_recipe(recipes[0])
+    run_with_power_cut(recipes[1], monkeypatch, 7)
+    run_recipe(recipes[1])
+    assert_same_training(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_stop_behind_the_last_step_keeps_its_numbers(finished, tiny, tmp_path, monkeypatch):
+    """The last checkpoint is there, the model folder is not."""
+    _, _, results = finished
+
+    def fails(*_, **__):
+        raise KeyError("disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="disk full"):
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", fails)
+        run_recipe(tiny())
+    again = run_recipe(tiny())
+    for key in ("steps", "input_tokens", "final_loss_all"):
+        assert again["reference"][key] == results["reference"][key]
+    assert again["arms"]["filtered"]["train"]["kept_rows"] == 6 * 76
+
+
+def test_another_recipe_in_the_folder_is_refused(finished, tiny_in):
+    _, folder, _ = finished
+    before = sorted(path for path in folder.rglob("*"))
+    with pytest.raises(FileExistsError) as error:
+        run_recipe(tiny_in(folder, "train.learning_rate=0.5", "arms.r.selector=random"))
+    message = str(error.value)
+    assert str(folder) in message and "out=OTHER" in message
+    assert "train.learning_rate: 0.002 there, 0.5 here" in message
+    assert "arms.r.selector: absent there, random here" in message
+    assert sorted(path for path in folder.rglob("*")) == before
+
+
+def test_folder_with_other_files_is_refused(tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match="something else than a run"):
+        run_recipe(tiny())
+
+
+def test_folder_in_use_is_refused(tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / ".lock"), pytest.raises(RuntimeError, match="another process"):
+        run_recipe(tiny())
+    with claimed(tiny()) as folder:  # and free again
+        assert (folder / "recipe.yaml").is_file()
+
+
+def test_checkpoint_of_another_model_is_refused(finished, tiny_in, tmp_path):
+    recipe, folder, _ = finished
+    tokenizer = run_module.load_corpus(folder / "corpus").tokenizer
+    module = LanguageModel(build_model(recipe, tokenizer), recipe.train)
+    good = newest_checkpoint(folder / "arms/regular/checkpoints")
+    assert good is not None
+    check_checkpoint(good, module)
+
+    wider = tiny_in(tmp_path, "model.hidden_size=40")
+    with pytest.raises(ValueError, match=r"ckpt is of another model: its hidden_size is 32"):
+        check_checkpoint(good, LanguageModel(build_model(wider, tokenizer), recipe.train))
+    narrower = tiny_in(tmp_path, "model.intermediate_size=40")
+    with pytest.raises(ValueError, match=r"its intermediate_size is 48, the recipe's is 40"):
+        check_checkpoint(good, LanguageModel(build_model(narrower, tokenizer), recipe.train))
+    path = tmp_path / "step=1.ckpt"
+    saved = torch.load(good, weights_only=True)
+    saved["state_dict"]["model.model.norm.weight"] = torch.ones(31)
+    torch.save(saved, path)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has the shape \(31,\)"):
+        check_checkpoint(path, module)
+    torch.save({"state_dict": {}}, path)
+    with pytest.raises(ValueError, match="not written by `collider train`"):
+        check_checkpoint(path, module)
+    path.write_bytes(good.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"step=1\.ckpt is damaged"):
+        check_checkpoint(path, module)
+
+
+def test_newest_checkpoint_is_the_largest_step(tmp_path):
+    assert newest_checkpoint(tmp_path) is None
+    for step in (9, 100, 20):
+        (tmp_path / f"step={step}.ckpt").touch()
+    assert newest_checkpoint(tmp_path) == tmp_path / "step=100.ckpt"
