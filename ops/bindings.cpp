@@ -14,8 +14,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("n_kept", &KeptRows::n_kept);
   m.def("embedding", &embedding);
   m.def("rms_norm", &rms_norm);
+  m.def("layer_norm", &layer_norm);
   m.def("linear", &linear);
   m.def("swiglu_mlp", &swiglu_mlp);
+  m.def("gelu_mlp", &gelu_mlp);
   m.def("attention", &attention);
   m.def("linear_cross_entropy", &linear_cross_entropy);
 }

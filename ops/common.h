@@ -92,9 +92,9 @@ inline Tensor kept_grad(const Tensor& grad, const KeptRows& rows, at::ScalarType
   return rows.gather(as_rows(grad)).to(dtype);
 }
 
-// A missing bias is an empty tensor: a Function's inputs must be defined tensors.
-inline Tensor bias_or_empty(const std::optional<Tensor>& b, const Tensor& w) {
-  return b.has_value() ? *b : at::empty({0}, w.options().requires_grad(false));
+// A parameter that a module lacks is an empty tensor: a Function's inputs must be defined tensors.
+inline Tensor or_empty(const std::optional<Tensor>& p, const Tensor& like) {
+  return p.has_value() ? *p : at::empty({0}, like.options().requires_grad(false));
 }
 
 // x_ND w_ED^T + b_E
@@ -120,12 +120,17 @@ using OptionalTensor = std::optional<Tensor>;
 // One function an operator; each file documents its own. weights and biases: one for each projection.
 Tensor embedding(const Tensor& ids_BT, const Tensor& w_VD, int64_t padding_idx, const KeptRowsPtr& rows);
 Tensor rms_norm(const Tensor& x_BTD, const Tensor& w_D, double eps, const KeptRowsPtr& rows);
+Tensor layer_norm(const Tensor& x_BTD, const Tensor& w_D, const Tensor& b_D, double eps,
+                  const KeptRowsPtr& rows);
 Tensor linear(const Tensor& x_BTD, const Tensor& w_ED, const OptionalTensor& b_E, const KeptRowsPtr& rows);
 Tensor swiglu_mlp(const Tensor& x_BTD, const std::vector<Tensor>& weights,
                   const std::vector<OptionalTensor>& biases, const KeptRowsPtr& rows);
+Tensor gelu_mlp(const Tensor& x_BTD, const std::vector<Tensor>& weights,
+                const std::vector<OptionalTensor>& biases, bool tanh, const KeptRowsPtr& rows);
 Tensor attention(const Tensor& x_BTD, const std::vector<Tensor>& weights,
-                 const std::vector<OptionalTensor>& biases, const Tensor& cos_Tr, const Tensor& sin_Tr,
-                 int64_t head_dim, double scale, const KeptRowsPtr& rows);
+                 const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& norms,
+                 double norm_eps, const Tensor& cos_Tr, const Tensor& sin_Tr, int64_t head_dim, double scale,
+                 const KeptRowsPtr& rows);
 Tensor linear_cross_entropy(const Tensor& h_BTD, const Tensor& w_VD, const OptionalTensor& b_V,
                             const Tensor& targets_BT, const KeptRowsPtr& rows);
 

@@ -47,7 +47,7 @@ struct Linear : Function<Linear> {
 } // namespace
 
 Tensor linear(const Tensor& x_BTD, const Tensor& w_ED, const OptionalTensor& b_E, const KeptRowsPtr& rows) {
-  return Linear::apply(x_BTD, w_ED, bias_or_empty(b_E, w_ED), compute_dtype(x_BTD), rows);
+  return Linear::apply(x_BTD, w_ED, or_empty(b_E, w_ED), compute_dtype(x_BTD), rows);
 }
 
 } // namespace collider

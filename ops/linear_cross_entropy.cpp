@@ -100,7 +100,7 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
 
 Tensor linear_cross_entropy(const Tensor& h_BTD, const Tensor& w_VD, const OptionalTensor& b_V,
                             const Tensor& targets_BT, const KeptRowsPtr& rows) {
-  return LinearCrossEntropy::apply(h_BTD, w_VD, bias_or_empty(b_V, w_VD), targets_BT,
+  return LinearCrossEntropy::apply(h_BTD, w_VD, or_empty(b_V, w_VD), targets_BT,
                                    compute_dtype(h_BTD), rows);
 }
 

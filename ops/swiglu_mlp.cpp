@@ -68,7 +68,7 @@ struct SwigluMlp : Function<SwigluMlp> {
 Tensor swiglu_mlp(const Tensor& x_BTD, const std::vector<Tensor>& weights,
                   const std::vector<OptionalTensor>& biases, const KeptRowsPtr& rows) {
   TORCH_CHECK(weights.size() == 3 && biases.size() == 3, "swiglu_mlp takes gate, up and down");
-  const auto bias = [&](int i) { return bias_or_empty(biases[i], weights[i]); };
+  const auto bias = [&](int i) { return or_empty(biases[i], weights[i]); };
   return SwigluMlp::apply(x_BTD, weights[0], bias(0), weights[1], bias(1), weights[2], bias(2),
                           compute_dtype(x_BTD), rows);
 }
