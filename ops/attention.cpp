@@ -2,6 +2,7 @@
 // bias, and n an optional RMS norm over each head. Queries, keys, values, output and logsumexp are kept from the
 // forward; see causal.cpp for the backward's core.
 #include "causal.h"
+#include "graph.h"
 #include "rms.h"
 
 namespace collider {
@@ -70,7 +71,7 @@ struct Attention : Function<Attention> {
       out[w + 1] = bias_grad(ctx->needs_input_grad(w + 1), grad_KE, saved[w + 1]);
     };
 
-    const auto grad_y_KD = kept_grad(grads[0], *rows, compute);
+    const auto grad_y_KD = kept_grad(ctx, grads[0], *rows, compute);
     parameter_grads(WO, grad_y_KD, rows->gather(saved[OUT]).view({grad_y_KD.size(0), saved[WO].size(1)}));
     const auto grad_out_KHd = at::mm(grad_y_KD, operand(saved[WO], compute))
                                   .view({grad_y_KD.size(0), saved[Q].size(1), head_dim});
@@ -110,12 +111,14 @@ struct Attention : Function<Attention> {
       auto grad_x_KD = at::mm(grad_q_KE, operand(saved[WQ], compute));
       grad_x_KD.addmm_(grad_k_KE, operand(saved[WK], compute));
       grad_x_KD.addmm_(grad_v_KE, operand(saved[WV], compute));
-      out[X] = rows->scatter(grad_x_KD.to(ctx->saved_data["dtype"].toScalarType()),
+      out[X] = input_grad(ctx, grad_x_KD.to(ctx->saved_data["dtype"].toScalarType()), *rows,
                              ctx->saved_data["sizes"].toIntVector());
     }
     return out;
   }
 };
+
+const Registered<Attention> registered;
 
 // (1 or B, T, r) -> (T or N, r), in the dtype that rotations are computed in.
 Tensor rotary_rows(const Tensor& cos, at::ScalarType compute) {

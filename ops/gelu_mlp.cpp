@@ -1,6 +1,6 @@
 // GELU MLP: y = gelu(x w1^T + b1) w2^T + b2, gelu exact or by its tanh approximation.
 // The pre-activation is kept from the forward; the backward works on its kept rows.
-#include "common.h"
+#include "graph.h"
 
 namespace collider {
 namespace {
@@ -38,7 +38,7 @@ struct GeluMlp : Function<GeluMlp> {
     const auto &w_up_FD = saved[1], &b_up_F = saved[2], &w_down_DF = saved[3], &b_down_D = saved[4];
     const auto compute = saved[0].scalar_type();
     const auto gelu = approximation(ctx->saved_data["tanh"].toBool());
-    const auto grad_KD = kept_grad(grads[0], *rows, compute);
+    const auto grad_KD = kept_grad(ctx, grads[0], *rows, compute);
     const auto up_KF = rows->gather(saved[5]);
     if (ctx->needs_input_grad(3)) {
       out[3] = weight_grad(true, grad_KD, at::gelu(up_KF, gelu), w_down_DF.scalar_type());
@@ -51,12 +51,14 @@ struct GeluMlp : Function<GeluMlp> {
     out[2] = bias_grad(ctx->needs_input_grad(2), grad_up_KF, b_up_F);
     if (ctx->needs_input_grad(0)) {
       const auto grad_x_KD = at::mm(grad_up_KF, operand(w_up_FD, compute));
-      out[0] = rows->scatter(grad_x_KD.to(ctx->saved_data["dtype"].toScalarType()),
+      out[0] = input_grad(ctx, grad_x_KD.to(ctx->saved_data["dtype"].toScalarType()), *rows,
                              ctx->saved_data["sizes"].toIntVector());
     }
     return out;
   }
 };
+
+const Registered<GeluMlp> registered;
 
 } // namespace
 

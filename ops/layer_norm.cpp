@@ -1,5 +1,5 @@
 // LayerNorm: y = w (x - mean) / sqrt(var + eps) + b over D. Backward: ATen's, on kept rows.
-#include "common.h"
+#include "graph.h"
 
 namespace collider {
 namespace {
@@ -28,16 +28,18 @@ struct LayerNorm : Function<LayerNorm> {
     const std::array<bool, 3> needed{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                      ctx->needs_input_grad(2)};
     auto [grad_x_KD, grad_w_D, grad_b_D] = at::native_layer_norm_backward(
-        kept_grad(grads[0], *rows, x_BTD.scalar_type()), rows->gather(as_rows(x_BTD)), w_D.sizes(),
+        kept_grad(ctx, grads[0], *rows, x_BTD.scalar_type()), rows->gather(as_rows(x_BTD)), w_D.sizes(),
         rows->gather(saved[3]), rows->gather(saved[4]), w_D, b_D, needed);
     if (needed[0]) {
-      out[0] = rows->scatter(grad_x_KD, x_BTD.sizes());
+      out[0] = input_grad(ctx, grad_x_KD, *rows, x_BTD.sizes());
     }
     out[1] = grad_w_D;
     out[2] = grad_b_D;
     return out;
   }
 };
+
+const Registered<LayerNorm> registered;
 
 } // namespace
 

@@ -6,7 +6,7 @@
 // over all kept rows (nothing is accumulated in low precision) and only dh is summed, in float32.
 #include <algorithm>
 
-#include "common.h"
+#include "graph.h"
 
 namespace collider {
 namespace {
@@ -87,7 +87,7 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
       }
     }
     if (needs_h) {
-      out[0] = rows->scatter(grad_h_KD.to(ctx->saved_data["dtype"].toScalarType()),
+      out[0] = input_grad(ctx, grad_h_KD.to(ctx->saved_data["dtype"].toScalarType()), *rows,
                              ctx->saved_data["sizes"].toIntVector());
     }
     out[1] = needs_w ? grad_w_VD.to(w_VD.scalar_type()) : Tensor();
@@ -95,6 +95,8 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
     return out;
   }
 };
+
+const Registered<LinearCrossEntropy> registered;
 
 } // namespace
 

@@ -1,5 +1,6 @@
 // RMSNorm: y = w * x^, x^ = x / rms(x), rms(x) = sqrt(mean(x^2) + eps) over D, computed in float32 or wider.
 // Backward on kept rows, with g = dy * w:  dx = (g - x^ mean(g x^)) / rms(x),  dw = sum over rows of dy x^.
+#include "graph.h"
 #include "rms.h"
 
 namespace collider {
@@ -49,16 +50,18 @@ struct RmsNorm : Function<RmsNorm> {
     const auto rows = saved_rows(ctx);
     const auto saved = ctx->get_saved_variables();
     const auto& x_BTD = saved[0];
-    const auto kept = rms_backward(kept_grad(grads[0], *rows, grads[0].scalar_type()),
+    const auto kept = rms_backward(kept_grad(ctx, grads[0], *rows, grads[0].scalar_type()),
                                    rows->gather(as_rows(x_BTD)), saved[1], rows->gather(saved[2]),
                                    ctx->needs_input_grad(0), ctx->needs_input_grad(1));
     if (kept.x_KD.defined()) {
-      out[0] = rows->scatter(kept.x_KD, x_BTD.sizes());
+      out[0] = input_grad(ctx, kept.x_KD, *rows, x_BTD.sizes());
     }
     out[1] = kept.w_D;
     return out;
   }
 };
+
+const Registered<RmsNorm> registered;
 
 } // namespace
 
