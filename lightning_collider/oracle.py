@@ -115,9 +115,10 @@ def filtered_grads(
     Returns:
         Parameter name to gradient, zeros where nothing depends on the parameter.
     """
-    loss = filtered_loss(model, input_ids, labels, keep, reduction, **inputs)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    with _oracle_attention(model):  # in backward too: an activation checkpoint runs forwards there
+        loss = filtered_loss(model, input_ids, labels, keep, reduction, **inputs)
+        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {
         name: torch.zeros_like(p) if grad is None else grad
         for (name, p), grad in zip(named.items(), grads, strict=True)

@@ -21,7 +21,9 @@ __all__ = [
     "attention",
     "build",
     "embedding",
+    "gelu_mlp",
     "kept_rows",
+    "layer_norm",
     "linear",
     "linear_cross_entropy",
     "rms_norm",
@@ -52,6 +54,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rows: Any) -> Tensor:
     return load().rms_norm(x, weight, eps, rows)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, rows: Any) -> Tensor:
+    """Layer norm of x (B, T, D) over D."""
+    return load().layer_norm(x, weight, bias, eps, rows)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Any) -> Tensor:
     """``x @ weight.T + bias``: (B, T, D) and (E, D) to (B, T, E)."""
     return load().linear(x, weight, bias, rows)
@@ -64,10 +71,19 @@ def swiglu_mlp(
     return load().swiglu_mlp(x, weights, biases, rows)
 
 
+def gelu_mlp(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tanh: bool, rows: Any
+) -> Tensor:
+    """``down(gelu(up(x)))`` with weights (up, down): (F, D), (D, F); tanh: GELU's approximation."""
+    return load().gelu_mlp(x, weights, biases, tanh, rows)
+
+
 def attention(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    norms: Sequence[Tensor | None],
+    norm_eps: float,
     cos: Tensor,
     sin: Tensor,
     head_dim: int,
@@ -80,12 +96,16 @@ def attention(
         x: (B, T, D).
         weights: q (H d, D), k (G d, D), v (G d, D), output (D, H d).
         biases: of the same four, None where there is none.
+        norms: weights (d,) of the RMS norms over each query and key head, None without.
+        norm_eps: of those norms.
         cos, sin: (1 or B, T, r); the first r of the d numbers of each head are rotated.
         head_dim: d.
         scale: factor on the scores, usually ``d ** -0.5``.
         rows: the forward's ``KeptRows``; attention stays inside its segments.
     """
-    return load().attention(x, weights, biases, cos, sin, head_dim, scale, rows)
+    return load().attention(
+        x, weights, biases, norms, norm_eps, cos, sin, head_dim, scale, rows
+    )
 
 
 def linear_cross_entropy(

@@ -5,8 +5,9 @@
 //   V vocabulary, H query heads, G key/value heads, R = H / G, d head width, r rotated width, S segments.
 //
 // An operator is one torch::autograd::Function. Its forward is the dense one. Its backward asks the
-// KeptRows it was given, at backward time, which rows stay: it gathers them, runs dense GEMMs over K rows,
-// and scatters the gradient of its input back to N rows. Without a mask K = N and nothing is gathered.
+// KeptRows it was given, at backward time, which rows stay, and runs dense GEMMs over those K rows. It takes
+// the gradient of its output, and gives that of its input, at K rows where graph.cpp found that both sides
+// agree, and at N rows (gathered, scattered) elsewhere. Without a mask K = N and nothing is gathered.
 #pragma once
 
 // Not torch/extension.h: it would add half a minute to the compilation of each file.
@@ -14,6 +15,8 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <memory>
+#include <string>
 #include <vector>
 
 namespace collider {
@@ -22,6 +25,29 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
+
+// Nodes are held by std::shared_ptr before torch 2.13, by c10::intrusive_ptr since.
+template <class T>
+std::weak_ptr<T> weak(const std::shared_ptr<T>& p) {
+  return p;
+}
+template <class T>
+c10::weak_intrusive_ptr<T> weak(const c10::intrusive_ptr<T>& p) {
+  return c10::weak_intrusive_ptr<T>(p);
+}
+using WeakNode = decltype(weak(torch::autograd::Edge().function));
+
+// The gradient of one hidden state in the last backward: the node that took it, and why it was full size.
+struct FlowEdge {
+  std::string node, why_dense;
+};
+
+// A hidden state's recorded shape, before it was narrowed to (K, D).
+struct NarrowedShape {
+  WeakNode node;
+  uint32_t input_nr;
+  c10::SymInt batch, length;
+};
 
 // The rows of one forward that stay in its backward. Rows are numbered over the flattened (B, T) batch.
 // A segment is a run of rows inside which attention is causal: a sequence, or a part of a padded one.
@@ -42,6 +68,9 @@ struct KeptRows : torch::CustomClassHolder {
   // (K, D) -> a tensor of the given sizes, zero in dropped rows
   Tensor scatter(const Tensor& x_KD, at::IntArrayRef sizes) const;
 
+  std::vector<FlowEdge> flow;          // hidden states of the last backward, compact or not
+  std::vector<NarrowedShape> narrowed; // those whose recorded shape is (K, D) now
+
   std::vector<int64_t> starts;         // S + 1: segment s holds rows starts[s] .. starts[s + 1]
   std::vector<int64_t> kept_starts;    // S + 1: the same, counted in kept rows
   std::vector<int64_t> dropped_starts; // S + 1: counted in dropped rows
@@ -56,6 +85,8 @@ using KeptRowsPtr = c10::intrusive_ptr<KeptRows>;
 
 inline void save_rows(AutogradContext* ctx, const KeptRowsPtr& rows) {
   ctx->saved_data["rows"] = at::IValue::make_capsule(rows);
+  ctx->saved_data["takes_compact"] = false; // set by graph.cpp as a backward starts
+  ctx->saved_data["gives_compact"] = false;
 }
 
 inline KeptRowsPtr saved_rows(AutogradContext* ctx) {
@@ -87,14 +118,22 @@ struct OperatorGuard {
 // (..., D) -> (N, D); copies only what is not contiguous over its rows.
 inline Tensor as_rows(const Tensor& x) { return x.reshape({-1, x.size(-1)}); }
 
-// Kept rows of a full-size gradient, in the dtype the GEMMs compute in.
-inline Tensor kept_grad(const Tensor& grad, const KeptRows& rows, at::ScalarType dtype) {
-  return rows.gather(as_rows(grad)).to(dtype);
+// Kept rows of the gradient that arrives, in the dtype the GEMMs compute in.
+inline Tensor kept_grad(AutogradContext* ctx, const Tensor& grad, const KeptRows& rows, at::ScalarType dtype) {
+  const bool compact = ctx->saved_data["takes_compact"].toBool();
+  return (compact ? grad : rows.gather(as_rows(grad))).to(dtype);
 }
 
-// A missing bias is an empty tensor: a Function's inputs must be defined tensors.
-inline Tensor bias_or_empty(const std::optional<Tensor>& b, const Tensor& w) {
-  return b.has_value() ? *b : at::empty({0}, w.options().requires_grad(false));
+// The gradient that leaves: as it is, or as a tensor of the input's sizes.
+inline Tensor input_grad(AutogradContext* ctx, const Tensor& grad_KD, const KeptRows& rows,
+                         at::IntArrayRef sizes) {
+  const bool compact = ctx->saved_data["gives_compact"].toBool();
+  return compact ? grad_KD : rows.scatter(grad_KD, sizes);
+}
+
+// A parameter that a module lacks is an empty tensor: a Function's inputs must be defined tensors.
+inline Tensor or_empty(const std::optional<Tensor>& p, const Tensor& like) {
+  return p.has_value() ? *p : at::empty({0}, like.options().requires_grad(false));
 }
 
 // x_ND w_ED^T + b_E
@@ -120,12 +159,17 @@ using OptionalTensor = std::optional<Tensor>;
 // One function an operator; each file documents its own. weights and biases: one for each projection.
 Tensor embedding(const Tensor& ids_BT, const Tensor& w_VD, int64_t padding_idx, const KeptRowsPtr& rows);
 Tensor rms_norm(const Tensor& x_BTD, const Tensor& w_D, double eps, const KeptRowsPtr& rows);
+Tensor layer_norm(const Tensor& x_BTD, const Tensor& w_D, const Tensor& b_D, double eps,
+                  const KeptRowsPtr& rows);
 Tensor linear(const Tensor& x_BTD, const Tensor& w_ED, const OptionalTensor& b_E, const KeptRowsPtr& rows);
 Tensor swiglu_mlp(const Tensor& x_BTD, const std::vector<Tensor>& weights,
                   const std::vector<OptionalTensor>& biases, const KeptRowsPtr& rows);
+Tensor gelu_mlp(const Tensor& x_BTD, const std::vector<Tensor>& weights,
+                const std::vector<OptionalTensor>& biases, bool tanh, const KeptRowsPtr& rows);
 Tensor attention(const Tensor& x_BTD, const std::vector<Tensor>& weights,
-                 const std::vector<OptionalTensor>& biases, const Tensor& cos_Tr, const Tensor& sin_Tr,
-                 int64_t head_dim, double scale, const KeptRowsPtr& rows);
+                 const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& norms,
+                 double norm_eps, const Tensor& cos_Tr, const Tensor& sin_Tr, int64_t head_dim, double scale,
+                 const KeptRowsPtr& rows);
 Tensor linear_cross_entropy(const Tensor& h_BTD, const Tensor& w_VD, const OptionalTensor& b_V,
                             const Tensor& targets_BT, const KeptRowsPtr& rows);
 

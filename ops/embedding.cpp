@@ -1,5 +1,5 @@
 // Embedding: y = w[ids]. Backward: only kept rows are summed into dw.
-#include "common.h"
+#include "graph.h"
 
 namespace collider {
 namespace {
@@ -23,13 +23,15 @@ struct Embedding : Function<Embedding> {
     OperatorGuard guard(grads[0]);
     const auto rows = saved_rows(ctx);
     const auto ids_K = rows->gather(ctx->get_saved_variables()[0].reshape({-1}));
-    const auto grad_KD = kept_grad(grads[0], *rows, grads[0].scalar_type());
+    const auto grad_KD = kept_grad(ctx, grads[0], *rows, grads[0].scalar_type());
     auto grad_w_VD = at::embedding_dense_backward(
         grad_KD, ids_K, ctx->saved_data["vocabulary"].toInt(),
         ctx->saved_data["padding_idx"].toInt(), /*scale_grad_by_freq=*/false);
     return {Tensor(), grad_w_VD, Tensor(), Tensor()};
   }
 };
+
+const Registered<Embedding> registered;
 
 } // namespace
 

@@ -1,5 +1,5 @@
 // Linear: y = x w^T + b. Backward on kept rows: dw = dy^T x, db = sum dy, dx = dy w.
-#include "common.h"
+#include "graph.h"
 
 namespace collider {
 namespace {
@@ -30,10 +30,10 @@ struct Linear : Function<Linear> {
     const auto saved = ctx->get_saved_variables();
     const auto &x_ND = saved[0], &w_ED = saved[1], &b_E = saved[2];
     const auto compute = x_ND.scalar_type();
-    const auto grad_KE = kept_grad(grads[0], *rows, compute);
+    const auto grad_KE = kept_grad(ctx, grads[0], *rows, compute);
     if (ctx->needs_input_grad(0)) {
       const auto grad_KD = at::mm(grad_KE, operand(w_ED, compute));
-      out[0] = rows->scatter(grad_KD.to(ctx->saved_data["dtype"].toScalarType()),
+      out[0] = input_grad(ctx, grad_KD.to(ctx->saved_data["dtype"].toScalarType()), *rows,
                              ctx->saved_data["sizes"].toIntVector());
     }
     if (ctx->needs_input_grad(1)) {
@@ -44,10 +44,12 @@ struct Linear : Function<Linear> {
   }
 };
 
+const Registered<Linear> registered;
+
 } // namespace
 
 Tensor linear(const Tensor& x_BTD, const Tensor& w_ED, const OptionalTensor& b_E, const KeptRowsPtr& rows) {
-  return Linear::apply(x_BTD, w_ED, bias_or_empty(b_E, w_ED), compute_dtype(x_BTD), rows);
+  return Linear::apply(x_BTD, w_ED, or_empty(b_E, w_ED), compute_dtype(x_BTD), rows);
 }
 
 } // namespace collider

@@ -6,7 +6,7 @@
 // over all kept rows (nothing is accumulated in low precision) and only dh is summed, in float32.
 #include <algorithm>
 
-#include "common.h"
+#include "graph.h"
 
 namespace collider {
 namespace {
@@ -87,7 +87,7 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
       }
     }
     if (needs_h) {
-      out[0] = rows->scatter(grad_h_KD.to(ctx->saved_data["dtype"].toScalarType()),
+      out[0] = input_grad(ctx, grad_h_KD.to(ctx->saved_data["dtype"].toScalarType()), *rows,
                              ctx->saved_data["sizes"].toIntVector());
     }
     out[1] = needs_w ? grad_w_VD.to(w_VD.scalar_type()) : Tensor();
@@ -96,11 +96,13 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
   }
 };
 
+const Registered<LinearCrossEntropy> registered;
+
 } // namespace
 
 Tensor linear_cross_entropy(const Tensor& h_BTD, const Tensor& w_VD, const OptionalTensor& b_V,
                             const Tensor& targets_BT, const KeptRowsPtr& rows) {
-  return LinearCrossEntropy::apply(h_BTD, w_VD, bias_or_empty(b_V, w_VD), targets_BT,
+  return LinearCrossEntropy::apply(h_BTD, w_VD, or_empty(b_V, w_VD), targets_BT,
                                    compute_dtype(h_BTD), rows);
 }
 

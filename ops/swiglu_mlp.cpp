@@ -1,6 +1,6 @@
 // SwiGLU MLP: y = (silu(x wg^T) * (x wu^T)) wd^T, each projection with an optional bias.
 // Gate and up are kept from the forward; everything else of the backward is computed from their kept rows.
-#include "common.h"
+#include "graph.h"
 
 namespace collider {
 namespace {
@@ -38,7 +38,7 @@ struct SwigluMlp : Function<SwigluMlp> {
     const auto &w_gate_FD = saved[1], &b_gate_F = saved[2], &w_up_FD = saved[3], &b_up_F = saved[4],
                &w_down_DF = saved[5], &b_down_D = saved[6];
     const auto compute = saved[0].scalar_type();
-    const auto grad_KD = kept_grad(grads[0], *rows, compute);
+    const auto grad_KD = kept_grad(ctx, grads[0], *rows, compute);
     const auto gate_KF = rows->gather(saved[7]), up_KF = rows->gather(saved[8]);
 
     const auto silu_KF = at::silu(gate_KF);
@@ -56,19 +56,21 @@ struct SwigluMlp : Function<SwigluMlp> {
     if (ctx->needs_input_grad(0)) {
       auto grad_x_KD = at::mm(grad_gate_KF, operand(w_gate_FD, compute));
       grad_x_KD.addmm_(grad_up_KF, operand(w_up_FD, compute));
-      out[0] = rows->scatter(grad_x_KD.to(ctx->saved_data["dtype"].toScalarType()),
+      out[0] = input_grad(ctx, grad_x_KD.to(ctx->saved_data["dtype"].toScalarType()), *rows,
                              ctx->saved_data["sizes"].toIntVector());
     }
     return out;
   }
 };
 
+const Registered<SwigluMlp> registered;
+
 } // namespace
 
 Tensor swiglu_mlp(const Tensor& x_BTD, const std::vector<Tensor>& weights,
                   const std::vector<OptionalTensor>& biases, const KeptRowsPtr& rows) {
   TORCH_CHECK(weights.size() == 3 && biases.size() == 3, "swiglu_mlp takes gate, up and down");
-  const auto bias = [&](int i) { return bias_or_empty(biases[i], weights[i]); };
+  const auto bias = [&](int i) { return or_empty(biases[i], weights[i]); };
   return SwigluMlp::apply(x_BTD, weights[0], bias(0), weights[1], bias(1), weights[2], bias(2),
                           compute_dtype(x_BTD), rows);
 }

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 
 def pytest_addoption(parser):
@@ -22,28 +28,57 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def small_llama(tied: bool = False, seed: int = 0, layers: int = 3, **config) -> LlamaForCausalLM:
-    """A Llama with 8 query heads on 2 key heads, vocabulary 97, in training mode."""
-    settings = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "vocab_size": 97,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": tied,
-        "attn_implementation": "sdpa",
-        **config,
-    }
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "attn_implementation": "sdpa",
+}
+# Families with what their small model adds: Qwen3's head size is not width over heads.
+CONFIGS: dict[str, tuple[type, dict]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "phi": (PhiConfig, {"num_key_value_heads": 8, "hidden_act": "gelu_new"}),
+}
+
+
+def small_model(family: str, seed: int = 0, layers: int = 3, **config):
+    """A causal LM of a family in training mode: width 64, 8 query heads, vocabulary 97.
+
+    Biases and norm weights are drawn at random, so that an operator that forgets one is found out.
+    """
+    config_class, extra = CONFIGS[family]
+    settings = {**SMALL, "num_hidden_layers": layers, **extra, **config}
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**settings)).train()
+    model = AutoModelForCausalLM.from_config(config_class(**settings)).train()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name and name.endswith("weight"):
+                p.add_(torch.randn_like(p), alpha=0.1)
+            elif name.endswith("bias"):
+                p.normal_(std=0.1)
+    return model
+
+
+def small_llama(tied: bool = False, **settings):
+    """The small Llama."""
+    return small_model("llama", tie_word_embeddings=tied, **settings)
 
 
 class Float64Norm(nn.Module):
     """RMSNorm in the input's own precision; Hugging Face's is float32 even in a float64 model."""
 
-    def __init__(self, norm: LlamaRMSNorm) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.weight = norm.weight
         self.eps = norm.variance_epsilon
@@ -52,12 +87,12 @@ class Float64Norm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def float64_reference(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def float64_reference(model):
     """A float64 copy of an unconverted model whose norms are float64 too."""
     reference = copy.deepcopy(model).double()
     for parent in list(reference.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, LlamaRMSNorm):
+            if type(child).__name__.endswith("RMSNorm"):
                 setattr(parent, name, Float64Norm(child))
     return reference
 

@@ -22,7 +22,11 @@ class FilterState:
         has_target: bool (B, T) of rows that have a loss, or None when the forward had no labels.
         rows: the C++ operators' view of the same mask, or None with ``engine="oracle"``.
         backward_ran: whether a backward has already read this state.
+        compact_flow: let gradients of hidden states carry kept rows only between operators; the
+            result is the same without.
     """
+
+    compact_flow = True
 
     def __init__(self, segment_starts: list[int], shape: tuple[int, int], engine: str) -> None:
         self.shape = shape
@@ -93,6 +97,9 @@ class _Mark(torch.autograd.Function):
         (grad,) = grads
         state: FilterState = ctx.filter_state
         state.backward_ran = True
+        if state.rows is not None and state.compact_flow:
+            # Before any operator of this forward runs, and after every hook is in place.
+            state.rows.narrow()
         if grad is not None and state.keep is not None and ctx.zero_dropped:
             keep = state.keep.reshape(*state.keep.shape, *[1] * (grad.dim() - 2))
             grad = grad.masked_fill(~keep, 0)

@@ -46,6 +46,7 @@ class FilteredCausalLM(Swapped):
     get_output_embeddings: Callable[[], nn.Linear]
     filter_engine: str = "cpp"
     filter_family: Any  # the row of convert.py's table
+    filter_window: int | None = None  # longest sequence that a sliding window sees whole
     token_filter: TokenFilter | None = None
 
     def forward(
@@ -102,6 +103,12 @@ class FilteredCausalLM(Swapped):
         batch, length = _one_of(given["input_ids"], given["inputs_embeds"]).shape[:2]
         if batch * length == 0:
             raise ValueError(f"the batch is empty: (B, T) = {(batch, length)}")
+        if self.filter_window is not None and length > self.filter_window:
+            raise ValueError(
+                f"sliding-window attention is active for sequences of {length} tokens (the window is "
+                f"{self.filter_window}) and cannot be filtered: use shorter sequences, or a model "
+                "with full attention"
+            )
         starts = segment_starts((batch, length), given["attention_mask"], given["position_ids"])
         return FilterState(starts, (batch, length), self.filter_engine)
 

@@ -10,6 +10,10 @@ from lightning_collider.nn.layer import FilteredLayer
 from lightning_collider.nn.parts import (
     FilteredAttention,
     FilteredEmbedding,
+    FilteredGeluMLP,
+    FilteredLayerNorm,
+    FilteredNormedAttention,
+    FilteredPhiAttention,
     FilteredRMSNorm,
     FilteredSwigluMLP,
 )
@@ -28,19 +32,38 @@ class Family:
     parts: dict[str, type[Swapped]]
 
     def class_of(self, name: str) -> type[nn.Module]:
-        """A class of the family by its name in transformers."""
-        return getattr(import_module(f"transformers.models.{self.module}"), name)
+        """A class of the family by its name in transformers, or in torch.nn."""
+        module = import_module(f"transformers.models.{self.module}")
+        return getattr(module, name, None) or getattr(nn, name)
+
+
+def llama_like(name: str, attention: type[Swapped] = FilteredAttention) -> Family:
+    """The row of a family whose classes are Llama's under another name."""
+    return Family(
+        module=f"{name.lower()}.modeling_{name.lower()}",
+        causal_lm=f"{name}ForCausalLM",
+        layer=f"{name}DecoderLayer",
+        parts={
+            f"{name}RMSNorm": FilteredRMSNorm,
+            f"{name}Attention": attention,
+            f"{name}MLP": FilteredSwigluMLP,
+        },
+    )
 
 
 FAMILIES = [
+    llama_like("Llama"),
+    llama_like("Mistral"),
+    llama_like("Qwen2"),
+    llama_like("Qwen3", FilteredNormedAttention),
     Family(
-        module="llama.modeling_llama",
-        causal_lm="LlamaForCausalLM",
-        layer="LlamaDecoderLayer",
+        module="phi.modeling_phi",
+        causal_lm="PhiForCausalLM",
+        layer="PhiDecoderLayer",
         parts={
-            "LlamaRMSNorm": FilteredRMSNorm,
-            "LlamaAttention": FilteredAttention,
-            "LlamaMLP": FilteredSwigluMLP,
+            "LayerNorm": FilteredLayerNorm,
+            "PhiAttention": FilteredPhiAttention,
+            "PhiMLP": FilteredGeluMLP,
         },
     ),
 ]
@@ -84,8 +107,7 @@ def convert(model: nn.Module, engine: str = "cpp") -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: an unknown engine or model, or a feature that cannot be filtered (an active
-            sliding window).
+        ValueError: an unknown engine or model.
         RuntimeError: the C++ operators cannot be compiled; says what to install.
     """
     if engine not in ENGINES:
@@ -95,7 +117,7 @@ def convert(model: nn.Module, engine: str = "cpp") -> nn.Module:
             raise ValueError(f"the model is already converted with engine={model.filter_engine!r}")
         return model
     family = family_of(model)
-    refuse_sliding_window(model)
+    refuse_head_layer_norms(model)
     if engine == "cpp":
         from lightning_collider import ops
 
@@ -106,7 +128,8 @@ def convert(model: nn.Module, engine: str = "cpp") -> nn.Module:
             swap(module, FilteredLayer)
     swap(model, FilteredCausalLM)
     model.filter_engine = engine  # type: ignore[assignment]
-    model.filter_family = family  # type: ignore[assignment]
+    model.filter_family = family
+    model.filter_window = sliding_window(model)  # type: ignore[assignment]
     return model
 
 
@@ -132,14 +155,18 @@ def why_own_forward(module: nn.Module, original: type[nn.Module]) -> str | None:
     return None
 
 
-def refuse_sliding_window(model: nn.Module) -> None:
-    """Raise ValueError when some layer attends to a window only."""
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if "sliding_attention" in kinds or any(
-        getattr(m, "sliding_window", None) is not None for m in model.modules()
-    ):
+def refuse_head_layer_norms(model: nn.Module) -> None:
+    """Raise ValueError for Phi's option of layer norms over heads, which no released model uses."""
+    if getattr(model.config, "qk_layernorm", False):
         raise ValueError(
-            "sliding-window attention is active in this model and cannot be filtered: set its "
-            "configuration's sliding_window to None, or use a model with full attention"
+            "qk_layernorm=True is not supported: its norms come after queries and keys are split into "
+            "heads; use a configuration without it"
         )
+
+
+def sliding_window(model: nn.Module) -> int | None:
+    """The number of tokens that some layer's attention is limited to, or None."""
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return window if kinds is None or "sliding_attention" in kinds else None

@@ -41,10 +41,10 @@ def constant_dropped_keys(attention: nn.Module, state: FilterState) -> Iterator[
     """Filter an attention that the operators do not compute, exactly and without saving time.
 
     Keys and values of dropped rows get no gradient, as the definition asks (see oracle.py). Rotary
-    embedding acts on each row alone, so the projections' outputs are as good a place as its
-    outputs.
+    embedding acts on each row alone and has no parameters, so what comes before it is as good a
+    place: the keys' norm where there is one, else the projection.
     """
-    names = ("k_proj", "v_proj")
+    names = ("k_norm" if hasattr(attention, "k_norm") else "k_proj", "v_proj")
     called: set[str] = set()
 
     def hook_of(name: str) -> Any:

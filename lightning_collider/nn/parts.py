@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 
 from lightning_collider import ops
-from lightning_collider.nn.swapped import Swapped, parameters_of, plain_linears
+from lightning_collider.nn.swapped import Swapped, parameters_of, plain_linears, why_not_plain
 
 
 class FilteredEmbedding(Swapped):
@@ -64,8 +64,50 @@ class FilteredSwigluMLP(Swapped):
         return ops.swiglu_mlp(x, weights, biases, self.filter_state.rows)
 
 
+class FilteredLayerNorm(Swapped):
+    """``torch.nn.LayerNorm``."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def why_dense(self) -> str | None:
+        if self.weight is None or self.bias is None:
+            return "it has no weight or no bias"
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.filter_state is None:
+            return super().forward(x)
+        return ops.layer_norm(x, self.weight, self.bias, self.eps, self.filter_state.rows)
+
+
+# Activations that are GELU, and whether they are its tanh approximation.
+GELUS = {NewGELUActivation: True, GELUTanh: True, GELUActivation: False}
+
+
+class FilteredGeluMLP(Swapped):
+    """Two projections with GELU between them."""
+
+    LINEARS = ("fc1", "fc2")
+
+    activation_fn: nn.Module
+
+    def why_dense(self) -> str | None:
+        if type(self.activation_fn) not in GELUS:
+            return f"its activation is {type(self.activation_fn).__name__}, not GELU"
+        return plain_linears(self, self.LINEARS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.filter_state is None:
+            return super().forward(x)
+        weights, biases = parameters_of(self, self.LINEARS)
+        tanh = GELUS[type(self.activation_fn)]
+        return ops.gelu_mlp(x, weights, biases, tanh, self.filter_state.rows)
+
+
 class FilteredAttention(Swapped):
-    """Grouped-query causal attention with rotary embedding."""
+    """Grouped-query causal attention with rotary embedding of all or of part of each head."""
 
     attention_dropout: float
     head_dim: int
@@ -97,10 +139,39 @@ class FilteredAttention(Swapped):
         cos, sin = position_embeddings
         weights, biases = parameters_of(self, self.LINEARS)
         rows = self.filter_state.rows
+        norms, eps = self.head_norms()
         out = ops.attention(
-            hidden_states, weights, biases, cos, sin, self.head_dim, self.scaling, rows
+            hidden_states, weights, biases, norms, eps, cos, sin, self.head_dim, self.scaling, rows
         )
         return out, None
+
+    def head_norms(self) -> tuple[list[Tensor | None], float]:
+        """Weights of the norms over query and key heads, and their epsilon."""
+        return [None, None], 0.0
+
+
+class FilteredPhiAttention(FilteredAttention):
+    """Phi's: another name for the output projection."""
+
+    LINEARS = ("q_proj", "k_proj", "v_proj", "dense")
+
+
+class FilteredNormedAttention(FilteredAttention):
+    """Qwen3's: RMS norms over each query and key head."""
+
+    q_norm: FilteredRMSNorm
+    k_norm: FilteredRMSNorm
+
+    def why_dense(self) -> str | None:
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(self, name)
+            reason = why_not_plain(norm, type(norm), name)
+            if reason or not isinstance(norm, FilteredRMSNorm):
+                return reason or f"{name} is a {type(norm).__name__}"
+        return super().why_dense()
+
+    def head_norms(self) -> tuple[list[Tensor | None], float]:
+        return [self.q_norm.weight, self.k_norm.weight], self.q_norm.variance_epsilon
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -267,10 +267,3 @@ def test_float16_is_refused_by_name():
     ids, labels = batch_of(1, 4)
     with pytest.raises(ValueError, match="float16"):
         model(input_ids=ids, labels=labels)
-
-
-def test_a_sliding_window_is_refused_by_name():
-    model = small_llama(layers=1)
-    model.model.layers[0].self_attn.sliding_window = 4
-    with pytest.raises(ValueError, match="sliding-window"):
-        lc.convert(model)
