@@ -47,7 +47,11 @@ AttentionMaskInterface.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS[_INNER]
 
 
 @contextmanager
-def _oracle_attention(model: nn.Module) -> Iterator[None]:
+def oracle_attention(model: nn.Module) -> Iterator[None]:
+    """Hold dropped keys and values constant in every attention of a model.
+
+    Forwards inside take ``oracle_keep``, a bool (B, T).
+    """
     # Sub-models hold configurations of their own, or share the model's.
     configs: dict[int, Any] = {
         id(m.config): m.config for m in model.modules() if hasattr(m, "config")
@@ -90,7 +94,7 @@ def filtered_loss(
     if hasattr(model, "filter_engine"):
         raise ValueError("the oracle takes an unconverted model: keep a copy from before convert()")
     check_keep(keep, tuple(input_ids.shape))
-    with _oracle_attention(model):
+    with oracle_attention(model):
         logits = model(input_ids=input_ids, use_cache=False, oracle_keep=keep, **inputs).logits
     targets = shift_labels(labels).masked_fill(~keep, NO_TARGET)
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -116,7 +120,7 @@ def filtered_grads(
         Parameter name to gradient, zeros where nothing depends on the parameter.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with _oracle_attention(model):  # in backward too: an activation checkpoint runs forwards there
+    with oracle_attention(model):  # in backward too: an activation checkpoint runs forwards there
         loss = filtered_loss(model, input_ids, labels, keep, reduction, **inputs)
         grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {

@@ -103,9 +103,7 @@ def attention(
         scale: factor on the scores, usually ``d ** -0.5``.
         rows: the forward's ``KeptRows``; attention stays inside its segments.
     """
-    return load().attention(
-        x, weights, biases, norms, norm_eps, cos, sin, head_dim, scale, rows
-    )
+    return load().attention(x, weights, biases, norms, norm_eps, cos, sin, head_dim, scale, rows)
 
 
 def linear_cross_entropy(

@@ -48,6 +48,7 @@ class FilteredCausalLM(Swapped):
     filter_family: Any  # the row of convert.py's table
     filter_window: int | None = None  # longest sequence that a sliding window sees whole
     token_filter: TokenFilter | None = None
+    last_state: FilterState | None = None  # of the newest forward in training, for reports
 
     def forward(
         self,
@@ -78,7 +79,7 @@ class FilteredCausalLM(Swapped):
             kwargs["logits_to_keep"] = logits_to_keep
             return super().forward(**given, labels=labels, **kwargs)
         refuse_in_training(kwargs)
-        state = self._new_state(given)
+        self.last_state = state = self._new_state(given)
         if keep is not None:
             state.set_keep(keep, _one_of(input_ids, inputs_embeds).device)
         hidden, outputs = self._hidden_states(given, state, kwargs)
@@ -105,9 +106,9 @@ class FilteredCausalLM(Swapped):
             raise ValueError(f"the batch is empty: (B, T) = {(batch, length)}")
         if self.filter_window is not None and length > self.filter_window:
             raise ValueError(
-                f"sliding-window attention is active for sequences of {length} tokens (the window is "
-                f"{self.filter_window}) and cannot be filtered: use shorter sequences, or a model "
-                "with full attention"
+                f"sliding-window attention is active for sequences of {length} tokens (the window "
+                f"is {self.filter_window}) and cannot be filtered: use shorter sequences, or a "
+                "model with full attention"
             )
         starts = segment_starts((batch, length), given["attention_mask"], given["position_ids"])
         return FilterState(starts, (batch, length), self.filter_engine)

@@ -128,7 +128,7 @@ def convert(model: nn.Module, engine: str = "cpp") -> nn.Module:
             swap(module, FilteredLayer)
     swap(model, FilteredCausalLM)
     model.filter_engine = engine  # type: ignore[assignment]
-    model.filter_family = family
+    model.filter_family = family  # type: ignore[assignment]
     model.filter_window = sliding_window(model)  # type: ignore[assignment]
     return model
 
@@ -159,8 +159,8 @@ def refuse_head_layer_norms(model: nn.Module) -> None:
     """Raise ValueError for Phi's option of layer norms over heads, which no released model uses."""
     if getattr(model.config, "qk_layernorm", False):
         raise ValueError(
-            "qk_layernorm=True is not supported: its norms come after queries and keys are split into "
-            "heads; use a configuration without it"
+            "qk_layernorm=True is not supported: its norms come after queries and keys are split "
+            "into heads; use a configuration without it"
         )
 
 

@@ -42,7 +42,8 @@ _classes: dict[tuple[type, type], type[nn.Module]] = {}
 def _swapped_class(mixin: type[Swapped], original: type[nn.Module]) -> type[nn.Module]:
     key = (mixin, original)
     if key not in _classes:
-        # The name stays: Hugging Face writes it into config.json, and sharding policies look for it.
+        # The name stays: Hugging Face writes it into config.json, and sharding policies look for
+        # it.
         names = {
             "mixin": mixin,
             "original_class": original,

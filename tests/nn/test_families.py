@@ -31,7 +31,10 @@ def test_against_hf(family):
     assert lc.coverage(model).dense == {}
     ids, labels = batch_of(2, 33)
     assert (model(input_ids=ids).logits - plain(input_ids=ids).logits).abs().max() < 1e-6
-    ours, theirs = model(input_ids=ids, labels=labels).loss, plain(input_ids=ids, labels=labels).loss
+    ours, theirs = (
+        model(input_ids=ids, labels=labels).loss,
+        plain(input_ids=ids, labels=labels).loss,
+    )
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     ours.backward()
     theirs.backward()

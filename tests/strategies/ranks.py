@@ -81,6 +81,8 @@ def trainer_case(folder):
     assert all(
         isinstance(p, DTensor) for p in strategy.filtering.token_filter.reference.model.parameters()
     )
+    flow = module.model.last_state.rows.flow
+    assert flow and not [reason for _, reason in flow if reason]  # FSDP2's nodes are known
     return full_weights(module.model)
 
 
