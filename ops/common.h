@@ -141,6 +141,14 @@ inline Tensor affine(const Tensor& x_ND, const Tensor& w_ED, const Tensor& b_E) 
   return b_E.numel() > 0 ? at::addmm(b_E, x_ND, w_ED.t()) : at::mm(x_ND, w_ED.t());
 }
 
+inline void affine_out(Tensor& y_NE, const Tensor& x_ND, const Tensor& w_ED, const Tensor& b_E) {
+  if (b_E.numel() > 0) {
+    at::addmm_out(y_NE, b_E, x_ND, w_ED.t());
+  } else {
+    at::mm_out(y_NE, x_ND, w_ED.t());
+  }
+}
+
 // Gradients of a weight and of a bias, in the parameter's dtype; undefined where nobody asks.
 inline Tensor weight_grad(bool needed, const Tensor& grad_KE, const Tensor& x_KD, at::ScalarType dtype) {
   return needed ? at::mm(grad_KE.t(), x_KD).to(dtype) : Tensor();

@@ -1,7 +1,8 @@
 // Head and loss in one: loss_n = logsumexp(h_n w^T + b) - (h_n w^T + b)[target_n], 0 where the target is -100.
 //
-// Forward: blocks of rows, so that only one block of logits is ever held in float32; logsumexp is kept.
-// Backward, on kept rows: dz = g (softmax(z) - onehot), dh = dz w, dw = dz^T h. It goes by blocks of the
+// Forward: blocks of rows, so that only one block of logits is ever held in float32; logsumexp is kept, and so are
+// the logits where they are low precision and fit kKeptLogits. Elsewhere the backward computes them again, at the
+// cost of half as much again for the head. Backward, on kept rows: dz = g (softmax(z) - onehot), dh = dz w, dw = dz^T h. It goes by blocks of the
 // *vocabulary*: with logsumexp known, each block's softmax stands alone, so each row of dw comes out of one GEMM
 // over all kept rows (nothing is accumulated in low precision) and only dh is summed, in float32.
 #include <algorithm>
@@ -12,6 +13,7 @@ namespace collider {
 namespace {
 
 constexpr int64_t kBlockLogits = int64_t{1} << 24; // logits held at a time: 64 MiB in float32
+constexpr int64_t kKeptLogits = int64_t{1} << 28;  // bytes of low-precision logits kept from the forward: 256 MiB
 constexpr int64_t kNoTarget = -100;
 
 int64_t block_size(int64_t total, int64_t other) {
@@ -30,14 +32,18 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
     const auto wide = h_ND.options().dtype(accumulate_dtype(compute));
     auto lse_N = at::empty({n_rows}, wide), target_logit_N = at::empty({n_rows}, wide);
     const int64_t block = block_size(n_rows, vocabulary);
+    const bool keep = compute == at::kBFloat16 && 2 * n_rows * vocabulary <= kKeptLogits;
+    auto logits_NV = at::empty({keep ? n_rows : 0, vocabulary}, h_ND.options());
     for (int64_t i = 0; i < n_rows; i += block) {
       const int64_t n = std::min(block, n_rows - i);
-      const auto logits = affine(h_ND.narrow(0, i, n), w, b).to(wide.dtype());
+      auto low = keep ? logits_NV.narrow(0, i, n) : at::empty({n, vocabulary}, h_ND.options());
+      affine_out(low, h_ND.narrow(0, i, n), w, b);
+      const auto logits = low.to(wide.dtype());
       const auto index = targets_N.narrow(0, i, n).clamp_min(0).unsqueeze(1);
       lse_N.narrow(0, i, n).copy_(logits.logsumexp(-1));
       target_logit_N.narrow(0, i, n).copy_(logits.gather(1, index).squeeze(1));
     }
-    ctx->save_for_backward({h_ND, w_VD, b_V, targets_N, lse_N});
+    ctx->save_for_backward({h_ND, w_VD, b_V, targets_N, lse_N, logits_NV});
     ctx->saved_data["sizes"] = h_BTD.sizes();
     ctx->saved_data["dtype"] = h_BTD.scalar_type();
     save_rows(ctx, rows);
@@ -52,7 +58,7 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
     OperatorGuard guard(grads[0]);
     const auto rows = saved_rows(ctx);
     const auto saved = ctx->get_saved_variables();
-    const auto &w_VD = saved[1], &b_V = saved[2];
+    const auto &w_VD = saved[1], &b_V = saved[2], &logits_NV = saved[5];
     const auto h_KD = rows->gather(saved[0]);
     const auto targets_K = rows->gather(saved[3]), lse_K = rows->gather(saved[4]);
     const auto compute = h_KD.scalar_type(), wide = lse_K.scalar_type();
@@ -68,7 +74,10 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
     for (int64_t v = 0; v < vocabulary; v += block) {
       const int64_t n = std::min(block, vocabulary - v);
       const auto w_nD = w.narrow(0, v, n);
-      auto dz = affine(h_KD, w_nD, b.numel() > 0 ? b.narrow(0, v, n) : b).to(wide);
+      const auto logits = logits_NV.size(0) > 0
+                              ? rows->gather(logits_NV.narrow(1, v, n))
+                              : affine(h_KD, w_nD, b.numel() > 0 ? b.narrow(0, v, n) : b);
+      auto dz = logits.to(wide, /*non_blocking=*/false, /*copy=*/true);
       dz.sub_(lse_K.unsqueeze(1)).exp_();
       const auto here_K = targets_K.ge(v).logical_and_(targets_K.lt(v + n));
       const auto column_K = (targets_K - v).clamp_(0, n - 1);
