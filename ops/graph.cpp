@@ -75,6 +75,7 @@ using Key = std::pair<Node*, uint32_t>;
 struct HiddenState {
   Edge edge;             // invalid while no node of this backward feeds it
   Key parent;            // union-find
+  bool between = false;  // one of the nodes at its ends passes rows: worth a line in the report
   std::string why_dense; // empty while nothing speaks against it
 };
 
@@ -113,6 +114,7 @@ class Walk {
       }
       auto& state = find_or_add({edge.function.get(), edge.input_nr});
       state.edge = edge;
+      state.between |= is_ours || is_passing;
       if (is_passing && !consumer.post_hooks().empty()) {
         state.why_dense = "a hook on " + consumer.name();
       } else if (is_passing) {
@@ -215,7 +217,9 @@ class Walk {
       if (!state.edge.is_valid()) {
         continue; // nothing of this backward arrives there
       }
-      report.push_back({state.edge.function->name(), state.why_dense});
+      if (state.between || ours(*key.first) || passes_rows(*key.first)) {
+        report.push_back({key.first->name(), state.why_dense});
+      }
       if (!state.why_dense.empty()) {
         continue;
       }

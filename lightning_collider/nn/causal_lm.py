@@ -75,23 +75,37 @@ class FilteredCausalLM(Swapped):
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
         }
+        kwargs["logits_to_keep"] = logits_to_keep
         if not (self.training and torch.is_grad_enabled()):
-            kwargs["logits_to_keep"] = logits_to_keep
             return super().forward(**given, labels=labels, **kwargs)
+        return self._filtered_forward(given, labels, keep, reference_losses, kwargs)
+
+    # Not compiled: a traced backward would hold on to what it read of the mask while it was traced.
+    @torch.compiler.disable
+    def _filtered_forward(
+        self,
+        given: dict[str, Tensor | None],
+        labels: Tensor | None,
+        keep: Tensor | None,
+        reference_losses: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> FilteredOutput:
         refuse_in_training(kwargs)
         self.last_state = state = self._new_state(given)
         if keep is not None:
-            state.set_keep(keep, _one_of(input_ids, inputs_embeds).device)
+            state.set_keep(keep, _one_of(given["input_ids"], given["inputs_embeds"]).device)
         hidden, outputs = self._hidden_states(given, state, kwargs)
         if labels is None:
-            logits = self._logits(hidden, state, logits_to_keep)
+            logits = self._logits(hidden, state, kwargs["logits_to_keep"])
             return FilteredOutput(logits=logits, hidden_states=outputs.hidden_states, keep=keep)
 
         losses = self._token_losses(hidden, shift_labels(labels), state)
         state.has_target = shift_labels(labels) != NO_TARGET
         if self.token_filter is not None and keep is None:
-            inputs = {"attention_mask": attention_mask, "position_ids": position_ids}
-            mask = self.token_filter(losses.detach(), labels, input_ids, reference_losses, **inputs)
+            inputs = {name: given[name] for name in ("attention_mask", "position_ids")}
+            mask = self.token_filter(
+                losses.detach(), labels, given["input_ids"], reference_losses, **inputs
+            )
             state.set_keep(mask, losses.device)
         return FilteredOutput(
             loss=self._mean_loss(losses, state, kwargs.get("num_items_in_batch")),
@@ -160,7 +174,7 @@ class FilteredCausalLM(Swapped):
 
 
 # Arguments of the causal LM that are not the backbone's.
-HEAD_ARGUMENTS = ("num_items_in_batch", "use_cache")
+HEAD_ARGUMENTS = ("num_items_in_batch", "logits_to_keep", "use_cache")
 
 
 def logit_losses(logits: Tensor, targets: Tensor) -> Tensor:

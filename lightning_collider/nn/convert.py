@@ -99,7 +99,7 @@ def convert(model: nn.Module, engine: str = "cpp") -> nn.Module:
     mode or without grad the model computes what it computed before.
 
     Args:
-        model: a Hugging Face causal LM; changed in place.
+        model: a Hugging Face causal LM, or a PEFT model around one; changed in place.
         engine: "cpp" for the C++ operators; "oracle" for plain autograd, slow and exact, without a
             compiler.
 
@@ -112,6 +112,9 @@ def convert(model: nn.Module, engine: str = "cpp") -> nn.Module:
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if hasattr(model, "get_base_model"):  # a PEFT model around the Hugging Face one
+        convert(model.get_base_model(), engine)  # type: ignore[operator]
+        return model
     if isinstance(model, FilteredCausalLM):
         if model.filter_engine != engine:
             raise ValueError(f"the model is already converted with engine={model.filter_engine!r}")

@@ -1,5 +1,6 @@
 """coverage(): what a conversion swapped, what stays dense and why."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,18 +13,26 @@ from lightning_collider.nn.swapped import Swapped
 
 @dataclass(frozen=True)
 class Entry:
-    """One module: its name, its class, and why its backward is dense (None: filtered)."""
+    """One module: its name, its class, its GEMM weights, and why it is dense (None: filtered)."""
 
     name: str
     kind: str
+    weights: int
     why_dense: str | None
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What is filtered in a converted model; ``print`` it."""
+    """What is filtered in a converted model; ``print`` it.
+
+    Attributes:
+        entries: the modules, as they are now.
+        edges: hidden states of the newest backward with a mask, as (node, why its gradient was full
+            size, or "" where it held kept rows only); empty before the first.
+    """
 
     entries: tuple[Entry, ...]
+    edges: tuple[tuple[str, str], ...] = ()
 
     @property
     def dense(self) -> dict[str, str]:
@@ -35,9 +44,27 @@ class Coverage:
         """Names of the modules whose backward sees kept rows only."""
         return [e.name for e in self.entries if e.why_dense is None]
 
+    @property
+    def share(self) -> float:
+        """Share of the backward FLOPs of linear layers that kept rows alone pay for."""
+        total = sum(e.weights for e in self.entries)
+        return sum(e.weights for e in self.entries if e.why_dense is None) / max(total, 1)
+
+    def summary(self) -> str:
+        """One line."""
+        return (
+            f"{len(self.filtered)} of {len(self.entries)} modules filtered, {self.share:.1%} of "
+            "the linear layers' backward FLOPs"
+        )
+
     def __str__(self) -> str:
-        lines = [f"filtered: {len(self.filtered)} of {len(self.entries)} modules"]
+        lines = [self.summary()]
         lines += [f"  dense: {name} ({reason})" for name, reason in self.dense.items()]
+        if self.edges:
+            full = Counter(reason for _, reason in self.edges if reason)
+            compact = len(self.edges) - full.total()
+            lines.append(f"{compact} of {len(self.edges)} hidden states with compact gradients")
+            lines += [f"  full size: {n} ({reason})" for reason, n in full.most_common()]
         return "\n".join(lines)
 
 
@@ -52,7 +79,9 @@ def coverage(model: nn.Module) -> Coverage:
     """
     for prefix, module in model.named_modules():
         if isinstance(module, FilteredCausalLM):
-            return Coverage(tuple(_entries(module, prefix)))
+            rows = None if module.last_state is None else module.last_state.rows
+            edges = () if rows is None else tuple(rows.flow)
+            return Coverage(tuple(_entries(module, prefix)), edges)
     raise ValueError("this model is not converted: call lightning_collider.convert(model) first")
 
 
@@ -67,10 +96,19 @@ def _entries(model: nn.Module, prefix: str) -> list[Entry]:
         if module is embeddings:
             original = nn.Embedding
         if module is model.get_output_embeddings():
-            entries.append(Entry(name, type(module).__name__, model.why_head_dense()))
+            reason = model.why_head_dense()
         elif original is not None:
-            entries.append(Entry(name, type(module).__name__, _why_dense(module, original, model)))
+            reason = _why_dense(module, original, model)
+        else:
+            continue
+        weights = 0 if module is embeddings else gemm_weights(module)
+        entries.append(Entry(name, type(module).__name__, weights, reason))
     return entries
+
+
+def gemm_weights(module: nn.Module) -> int:
+    """Numbers in a module's matrices: each costs four FLOPs a row in backward."""
+    return sum(p.numel() for p in module.parameters() if p.dim() == 2)
 
 
 def _why_dense(module: nn.Module, original: type[nn.Module], model: FilteredCausalLM) -> str | None:

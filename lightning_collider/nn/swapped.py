@@ -23,6 +23,7 @@ class Swapped(nn.Module):
     filter_state: FilterState | None = None
     mixin: "type[Swapped]"  # what it was swapped with
     original_class: type[nn.Module]
+    transient: tuple[str, ...] = ("filter_state", "last_state")  # of one forward: not copied
 
     def why_dense(self) -> str | None:
         """Why this module takes the dense path now, or None when its backward is filtered.
@@ -33,7 +34,8 @@ class Swapped(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The swapped class exists in no module: copy and pickle go through what it is made of.
-        return _rebuild, (self.mixin, self.original_class), self.__dict__
+        lasting = {k: v for k, v in self.__dict__.items() if k not in self.transient}
+        return _rebuild, (self.mixin, self.original_class), lasting
 
 
 _classes: dict[tuple[type, type], type[nn.Module]] = {}

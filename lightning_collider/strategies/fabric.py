@@ -90,6 +90,7 @@ class ColliderStrategy(ModelParallelStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         self.filtering.attach(module, self.global_rank)
+        self.filtering.report(module)
         self.filtering.to(self.root_device)
         if self._sharded:
             module.to(self.root_device)

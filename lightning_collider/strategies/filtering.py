@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -22,9 +23,11 @@ from lightning_collider.filtering.state import marks_of
 from lightning_collider.filtering.token_filter import TokenFilter
 from lightning_collider.nn.causal_lm import FilteredCausalLM
 from lightning_collider.nn.convert import ENGINES, convert
+from lightning_collider.nn.coverage import coverage
 from lightning_collider.nn.layer import FilteredLayer
 
 SHARDINGS = ("auto", "full", "hybrid", "none")
+EXPECTED_SHARE = 0.9  # of the backward FLOPs; below it the user should know
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
@@ -102,6 +105,16 @@ class Filtering:
         self.token_filter.rank = rank
         assert isinstance(model, FilteredCausalLM)
         model.token_filter = self.token_filter
+
+    def report(self, module: nn.Module) -> None:
+        """Say in one line what is filtered, and warn where much of the backward stays dense."""
+        found = coverage(module)
+        rank_zero_info(f"lightning-collider: {found.summary()}")
+        if self.engine == "cpp" and found.share < EXPECTED_SHARE:
+            rank_zero_warn(
+                f"only {found.share:.0%} of the linear layers' backward FLOPs are filtered; "
+                f"print(lightning_collider.coverage(model)) says why"
+            )
 
     def to(self, device: torch.device) -> None:
         """Move the reference model."""

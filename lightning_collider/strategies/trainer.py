@@ -108,6 +108,7 @@ class ColliderStrategy(ModelParallelStrategy):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         self.filtering.attach(self.model, self.global_rank)
+        self.filtering.report(self.model)
         _materialize_distributed_module(self.model, self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()

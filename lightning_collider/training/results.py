@@ -69,7 +69,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"Each arm: {train['steps']} steps from the same initial weights (seed {recipe['seed']}), "
         f"learning rate {train['learning_rate']},\nthe same tokens in the same order ({mix}).",
         "Bits per byte (lower is better) and accuracy are lm-eval's on held-out target problems;\n"
-        f"± is one standard error. Losses are means over the last {train['log_every']} steps or fewer.\n"
+        f"± is one standard error. Losses are means over at most {train['log_every']} last steps.\n"
         "Training seconds of a filtered arm contain the forward of its reference model.",
         f"{results['date']}, {results['machine']['cores']} cores, "
         + ", ".join(f"{name} {number}" for name, number in versions.items()),

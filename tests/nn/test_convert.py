@@ -206,10 +206,28 @@ def test_coverage_of_a_converted_model():
     coverage = lc.coverage(lc.convert(small_llama()))
     # 3 layers of 2 norms, attention and MLP; final norm; embedding; head.
     assert len(coverage.filtered) == 3 * 4 + 3 and coverage.dense == {}
+    assert coverage.share == 1.0 and coverage.edges == ()
     oracle = lc.coverage(lc.convert(small_llama(), engine="oracle"))
     assert oracle.filtered == [] and set(oracle.dense.values()) == {"engine='oracle'"}
     with pytest.raises(ValueError, match="not converted"):
         lc.coverage(small_llama())
+
+
+def test_coverage_counts_what_a_dense_module_costs_and_the_edges_of_the_last_backward():
+    model = small_llama(layers=1)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, args, out: out)
+    model = lc.convert(model)
+    ids, labels = batch_of(2, 9)
+    model(input_ids=ids, labels=labels, keep=random_keep(2, 9)).loss.backward()
+    coverage = lc.coverage(model)
+    # Width 64, MLP 96, key width 16, vocabulary 97.
+    mlp, attention, head = 3 * 64 * 96, 2 * 64 * 64 + 2 * 64 * 16, 64 * 97
+    assert coverage.share == pytest.approx((attention + head) / (mlp + attention + head))
+    reasons = [reason for _, reason in coverage.edges if reason]
+    # Between norm and attention, and final norm and head, nothing meets the dense MLP; the residual
+    # sums are tied to its output.
+    assert len(coverage.edges) == 8 and len(reasons) == 6
+    assert "2 of 8 hidden states with compact gradients" in str(coverage)
 
 
 def own_forward_model(**kwargs):

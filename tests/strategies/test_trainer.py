@@ -242,6 +242,17 @@ def test_settings_without_effect_warn(settings, message):
         lc.ColliderStrategy(**settings)
 
 
+def test_start_up_says_what_is_filtered_and_warns_where_it_is_little(caplog):
+    with caplog.at_level("INFO"):
+        fit(UsersModule(), "collider", loader(1), 1)
+    assert "11 of 11 modules filtered, 100.0% of the linear layers' backward FLOPs" in caplog.text
+    module = UsersModule()
+    module.model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda m, args, out: out)
+    # 2 layers of attention 10,240 and MLP 18,432 weights, and a head of 6,208.
+    with pytest.warns(UserWarning, match="only 84% of the linear"):
+        fit(module, "collider", loader(1), 1)
+
+
 def test_float16_is_refused_by_name():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
