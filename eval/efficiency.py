@@ -19,25 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import lightning_collider as lc
 from lightning_collider.eval.flops import StepFlops, step_flops
 from lightning_collider.eval.memory import peak_bytes
+from lightning_collider.eval.shapes import SHAPES
 from lightning_collider.filtering.token_filter import TokenFilter
 
-SHAPES: dict[str, PretrainedConfig] = {
-    "tinyllama": LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        num_hidden_layers=22,
-        vocab_size=32000,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-    ),
-}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MIN_ROUNDS = 7
 

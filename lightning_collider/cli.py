@@ -70,6 +70,18 @@ def _train(args: argparse.Namespace) -> None:
     run_recipe(recipe)
 
 
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a name in recipes/, or the path of a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a recipe's key")
+
+
+def _explain(args: argparse.Namespace) -> None:
+    from lightning_collider.training.config import load_recipe
+    from lightning_collider.training.explain import explain
+
+    print(explain(load_recipe(args.recipe, args.overrides)))
+
+
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="a folder such as RUN/arms/NAME/model")
     parser.add_argument("--tasks", nargs="+", help="names of tasks (default: all there are)")
@@ -118,6 +130,7 @@ COMMANDS: dict[
     tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]],
 ] = {
     "train": ("run a recipe, or go on where it stopped", _train_arguments, _train),
+    "explain": ("what is filtered in a recipe's model, and why not", _explain_arguments, _explain),
     "eval": ("score a checkpoint on held-out problems, by lm-eval", _eval_arguments, _eval),
     "build": ("compile the C++ extension ahead of time", _no_arguments, _build),
     "bench": ("time our backward against Hugging Face's", _bench_arguments, _bench),

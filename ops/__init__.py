@@ -19,6 +19,7 @@ from lightning_collider.ops.extension import build, load
 
 __all__ = [
     "attention",
+    "boundary",
     "build",
     "embedding",
     "gelu_mlp",
@@ -42,6 +43,14 @@ def kept_rows(segment_starts: Sequence[int]) -> Any:
         An object with ``set(keep, device)`` (bool, one value a row), ``n_rows`` and ``n_kept``.
     """
     return load().KeptRows(list(segment_starts))
+
+
+def boundary(x: Tensor, rows: Any) -> Tensor:
+    """x (B, T, D) itself, at the border of a module that is not one of these operators.
+
+    In backward the gradient of dropped rows is zero on both sides of it.
+    """
+    return load().boundary(x, rows)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int, rows: Any) -> Tensor:

@@ -21,6 +21,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                              })
       .def_property_readonly("n_rows", &KeptRows::n_rows)
       .def_property_readonly("n_kept", &KeptRows::n_kept);
+  m.def("boundary", &boundary);
   m.def("embedding", &embedding);
   m.def("rms_norm", &rms_norm);
   m.def("layer_norm", &layer_norm);

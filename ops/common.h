@@ -165,6 +165,7 @@ inline Tensor operand(const Tensor& w, at::ScalarType compute) { return w.to(com
 using OptionalTensor = std::optional<Tensor>;
 
 // One function an operator; each file documents its own. weights and biases: one for each projection.
+Tensor boundary(const Tensor& x_BTD, const KeptRowsPtr& rows);
 Tensor embedding(const Tensor& ids_BT, const Tensor& w_VD, int64_t padding_idx, const KeptRowsPtr& rows);
 Tensor rms_norm(const Tensor& x_BTD, const Tensor& w_D, double eps, const KeptRowsPtr& rows);
 Tensor layer_norm(const Tensor& x_BTD, const Tensor& w_D, const Tensor& b_D, double eps,

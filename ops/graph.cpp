@@ -52,7 +52,8 @@ bool passes_rows(const Node& node) {
   return false;
 }
 
-// FSDP2 puts a tensor hook on every sharded unit's output; it does not look at the gradient.
+// FSDP puts a tensor hook on every sharded unit's output; it does not look at the gradient. FSDP2's is a method,
+// FSDP1's a functools.partial.
 bool is_fsdp_hook(const torch::autograd::FunctionPreHook& hook) {
   if (std::string(typeid(hook).name()).find("PyFunctionTensorPreHook") == std::string::npos) {
     return false;
@@ -60,9 +61,15 @@ bool is_fsdp_hook(const torch::autograd::FunctionPreHook& hook) {
   // Its typeinfo is not exported, so no dynamic_cast.
   const auto& python = static_cast<const torch::autograd::PyFunctionTensorPreHook&>(hook);
   pybind11::gil_scoped_acquire gil;
+  const auto text = [](const pybind11::handle& object, const char* attribute) {
+    return pybind11::cast<std::string>(pybind11::str(pybind11::getattr(object, attribute, pybind11::str(""))));
+  };
   for (const auto& item : pybind11::reinterpret_borrow<pybind11::dict>(python.dict)) {
-    const auto name = pybind11::getattr(item.second, "__qualname__", pybind11::str(""));
-    if (pybind11::cast<std::string>(pybind11::str(name)) != "FSDPState._pre_backward") {
+    const auto function = pybind11::getattr(item.second, "func", item.second);
+    const auto name = text(function, "__qualname__");
+    const bool is_fsdp1 =
+        name == "_pre_backward_hook" && text(function, "__module__").rfind("torch.distributed.fsdp", 0) == 0;
+    if (name != "FSDPState._pre_backward" && !is_fsdp1) {
       return false;
     }
   }

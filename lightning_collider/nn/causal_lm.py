@@ -19,7 +19,7 @@ from lightning_collider.filtering.selectors import NO_TARGET, shift_labels
 from lightning_collider.filtering.state import FilterState, mark
 from lightning_collider.filtering.token_filter import TokenFilter
 from lightning_collider.nn.layer import FilteredLayer, attentions, why_dense
-from lightning_collider.nn.parts import segment_starts
+from lightning_collider.nn.segments import segment_starts, separate_documents
 from lightning_collider.nn.swapped import Swapped, bound, why_not_plain
 
 
@@ -61,14 +61,22 @@ class FilteredCausalLM(Swapped):
         logits_to_keep: int | Tensor = 0,
         keep: Tensor | None = None,
         reference_losses: Tensor | None = None,
+        document_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Hugging Face's forward, with two arguments more.
+        """Hugging Face's forward, with three arguments more.
 
         Args:
             keep: bool (B, T), the rows that stay in the backward; instead of a selector.
             reference_losses: float (B, T) for the strategy's selector, stored beforehand.
+            document_ids: integers (B, T), the document each token is of: attention does not cross
+                documents, positions start anew in each, and no token predicts another document's.
         """
+        if document_ids is not None:
+            position_ids, labels = separate_documents(
+                document_ids, labels, attention_mask, position_ids
+            )
+            attention_mask, kwargs["use_cache"] = None, False
         given = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -153,7 +161,7 @@ class FilteredCausalLM(Swapped):
             )
         head = self.get_output_embeddings()
         if self.why_head_dense() is not None:
-            return mark(head(hidden), state)
+            return mark(self._dense_logits(hidden, state), state)
         return mark(
             ops.linear(hidden, head.weight, head.bias, state.rows), state, zero_dropped=False
         )
@@ -163,7 +171,12 @@ class FilteredCausalLM(Swapped):
         if self.why_head_dense() is None:
             losses = ops.linear_cross_entropy(hidden, head.weight, head.bias, targets, state.rows)
             return mark(losses, state)
-        return mark(logit_losses(head(hidden), targets), state)
+        return mark(logit_losses(self._dense_logits(hidden, state), targets), state)
+
+    def _dense_logits(self, hidden: Tensor, state: FilterState) -> Tensor:
+        if state.rows is not None:
+            hidden = ops.boundary(hidden, state.rows)
+        return self.get_output_embeddings()(hidden)
 
     def _mean_loss(self, losses: Tensor, state: FilterState, n_items: Any) -> Tensor:
         if state.keep is not None:
@@ -209,18 +222,31 @@ def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     return given
 
 
-def token_losses(model: nn.Module, input_ids: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
+def token_losses(
+    model: nn.Module,
+    input_ids: Tensor,
+    labels: Tensor,
+    document_ids: Tensor | None = None,
+    **inputs: Any,
+) -> Tensor:
     """Loss of the prediction made at each position, differentiable.
 
     Args:
         model: a causal LM, converted (then ``backward_filter`` works on any loss made of the
             result) or not; it may be wrapped by Fabric or DDP.
         input_ids, labels: int64 (B, T); labels are shifted inside, -100 is ignored.
+        document_ids: integers (B, T) of packed documents, see ``FilteredCausalLM.forward``.
         inputs: passed to the model.
 
     Returns:
         float (B, T), at position t the loss of token t + 1; 0 where there is no target.
     """
+    if document_ids is not None:
+        given = (inputs.pop("attention_mask", None), inputs.get("position_ids"))
+        positions, masked = separate_documents(document_ids, labels, *given)
+        assert masked is not None
+        labels = masked
+        inputs |= {"position_ids": positions, "use_cache": False}
     converted = any(isinstance(m, FilteredCausalLM) and m.training for m in model.modules())
     if converted and torch.is_grad_enabled():
         return model(input_ids=input_ids, labels=labels, **inputs).token_losses

@@ -6,7 +6,7 @@ from importlib import import_module
 from torch import nn
 
 from lightning_collider.nn.causal_lm import FilteredCausalLM
-from lightning_collider.nn.layer import FilteredLayer
+from lightning_collider.nn.layer import FilteredLayer, attentions
 from lightning_collider.nn.parts import (
     FilteredAttention,
     FilteredEmbedding,
@@ -16,6 +16,7 @@ from lightning_collider.nn.parts import (
     FilteredPhiAttention,
     FilteredRMSNorm,
     FilteredSwigluMLP,
+    is_attention,
 )
 from lightning_collider.nn.swapped import Swapped, swap
 
@@ -24,7 +25,13 @@ ENGINES = ("cpp", "oracle")
 
 @dataclass(frozen=True)
 class Family:
-    """One model family: the module of transformers that defines it, and what swaps which class."""
+    """One model family.
+
+    Attributes:
+        module: import path of the module that defines its classes.
+        causal_lm, layer: names of the causal LM's and of the decoder layer's class.
+        parts: name of a class inside the layers -> what it is swapped with.
+    """
 
     module: str
     causal_lm: str
@@ -32,15 +39,14 @@ class Family:
     parts: dict[str, type[Swapped]]
 
     def class_of(self, name: str) -> type[nn.Module]:
-        """A class of the family by its name in transformers, or in torch.nn."""
-        module = import_module(f"transformers.models.{self.module}")
-        return getattr(module, name, None) or getattr(nn, name)
+        """A class of the family by its name in its module, or in torch.nn."""
+        return getattr(import_module(self.module), name, None) or getattr(nn, name)
 
 
 def llama_like(name: str, attention: type[Swapped] = FilteredAttention) -> Family:
     """The row of a family whose classes are Llama's under another name."""
     return Family(
-        module=f"{name.lower()}.modeling_{name.lower()}",
+        module=f"transformers.models.{name.lower()}.modeling_{name.lower()}",
         causal_lm=f"{name}ForCausalLM",
         layer=f"{name}DecoderLayer",
         parts={
@@ -57,7 +63,7 @@ FAMILIES = [
     llama_like("Qwen2"),
     llama_like("Qwen3", FilteredNormedAttention),
     Family(
-        module="phi.modeling_phi",
+        module="transformers.models.phi.modeling_phi",
         causal_lm="PhiForCausalLM",
         layer="PhiDecoderLayer",
         parts={
@@ -75,15 +81,15 @@ def family_of(model: nn.Module) -> Family:
     Raises:
         ValueError: no causal LM of a known family, or one whose forward is overridden.
     """
-    for family in FAMILIES:
-        base = family.class_of(family.causal_lm)
-        if isinstance(model, base):
+    rows = {family.class_of(family.causal_lm): family for family in FAMILIES}
+    for base in type(model).__mro__:  # the nearest row: a family may be built on another
+        if base in rows:
             if type(model).forward is not base.forward or "forward" in model.__dict__:
                 raise ValueError(
                     f"{type(model).__name__} has a forward of its own, which convert() would "
-                    f"replace: convert the plain {family.causal_lm}"
+                    f"replace: convert the plain {rows[base].causal_lm}"
                 )
-            return family
+            return rows[base]
     known = ", ".join(family.causal_lm for family in FAMILIES)
     raise ValueError(
         f"{type(model).__name__} is not a causal language model that can be filtered. Known: "
@@ -121,6 +127,7 @@ def convert(model: nn.Module, engine: str = "cpp") -> nn.Module:
         return model
     family = family_of(model)
     refuse_head_layer_norms(model)
+    refuse_other_layers(model, family)
     if engine == "cpp":
         from lightning_collider import ops
 
@@ -156,6 +163,19 @@ def why_own_forward(module: nn.Module, original: type[nn.Module]) -> str | None:
     if not isinstance(module, original) or type(module).forward is not original.forward:
         return f"{type(module).__name__} has a forward of its own"
     return None
+
+
+def refuse_other_layers(model: nn.Module, family: Family) -> None:
+    """Raise ValueError for attention outside the family's layers: nobody would filter its keys."""
+    layers = [m for m in model.modules() if isinstance(m, family.class_of(family.layer))]
+    inside = set(attentions(layers))
+    for name, module in model.named_modules():
+        if is_attention(module) and module not in inside:
+            raise ValueError(
+                f"{name} is an attention outside a {family.layer}, so {type(model).__name__} is "
+                f"not a plain {family.causal_lm}, and its dropped keys could not be held constant: "
+                "add a row for it to FAMILIES"
+            )
 
 
 def refuse_head_layer_norms(model: nn.Module) -> None:

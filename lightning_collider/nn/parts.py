@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 
@@ -177,40 +176,3 @@ class FilteredNormedAttention(FilteredAttention):
 def is_attention(module: nn.Module) -> bool:
     """Whether a module projects keys and values, which must get no gradient at dropped rows."""
     return all(isinstance(getattr(module, name, None), nn.Module) for name in ("k_proj", "v_proj"))
-
-
-def segment_starts(
-    shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None
-) -> list[int]:
-    """First rows of the runs inside which attention is causal, then the number of rows.
-
-    A run is a sequence; padding and tokens of a padded sequence are runs of their own; and without
-    a padding mask, positions that do not go up by one start a new run, as in Hugging Face models.
-
-    Args:
-        shape: (B, T).
-        attention_mask: (B, T), 1 for tokens and 0 for padding on the left or on the right, or None.
-        position_ids: int64 (1 or B, T), or None.
-
-    Raises:
-        ValueError: a mask of another form, or with padding between tokens.
-    """
-    batch, length = shape
-    starts = torch.zeros(shape, dtype=torch.bool)
-    starts[:, 0] = True
-    if attention_mask is not None:
-        if tuple(attention_mask.shape) != shape:
-            raise ValueError(
-                f"in training the attention mask must be (B, T) = {shape} with 1 for tokens and 0 "
-                f"for padding, got {tuple(attention_mask.shape)}"
-            )
-        tokens = attention_mask.to("cpu", torch.bool)
-        starts[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
-        if ((starts & tokens).sum(-1) > 1).any():
-            raise ValueError(
-                "the attention mask has padding between tokens: put it on the left or on the right"
-            )
-    elif position_ids is not None:
-        jumps = position_ids.to("cpu").diff(dim=-1) != 1
-        starts[:, 1:] = jumps.expand(batch, length - 1)
-    return [*starts.flatten().nonzero().flatten().tolist(), batch * length]

@@ -6,11 +6,12 @@ otherwise.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_collider import ops
 from lightning_collider.filtering.state import FilterState
 
 
@@ -68,15 +69,44 @@ def swap(module: nn.Module, mixin: type[Swapped]) -> None:
 
 @contextmanager
 def bound(modules: Iterable[nn.Module], state: FilterState) -> Iterator[None]:
-    """Bind a state to the modules whose backward is filtered now, for the duration of a forward."""
-    filtered = [m for m in modules if isinstance(m, Swapped) and m.why_dense() is None]
-    for module in filtered:
-        module.filter_state = state
-    try:
+    """Bind a state, for the duration of a forward, to the modules whose backward is filtered now.
+
+    The others get a border, so that gradients are full size inside them only.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            if isinstance(module, Swapped) and module.why_dense() is None:
+                module.filter_state = state
+                stack.callback(setattr, module, "filter_state", None)
+            elif state.rows is not None and not passes_through(module):
+                stack.enter_context(bordered(module, state))
         yield
-    finally:
-        for module in filtered:
-            module.filter_state = None
+
+
+def passes_through(module: nn.Module) -> bool:
+    """Whether a module returns what it gets, and leaves no node in the graph."""
+    return isinstance(module, nn.Identity) or (isinstance(module, nn.Dropout) and module.p == 0)
+
+
+@contextmanager
+def bordered(module: nn.Module, state: FilterState) -> Iterator[None]:
+    """Put ``ops.boundary`` on the hidden states that a module takes and returns."""
+
+    def border(x: Any) -> Any:
+        is_hidden = isinstance(x, Tensor) and x.requires_grad and x.shape[:-1] == state.shape
+        return ops.boundary(x, state.rows) if is_hidden else x
+
+    def on_input(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tuple(map(border, args)), {name: border(value) for name, value in kwargs.items()}
+
+    def on_output(module: nn.Module, args: Any, output: Any) -> Any:
+        return tuple(map(border, output)) if isinstance(output, tuple) else border(output)
+
+    with (
+        module.register_forward_pre_hook(on_input, with_kwargs=True),
+        module.register_forward_hook(on_output),
+    ):
+        yield
 
 
 def why_not_plain(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:

@@ -9,10 +9,10 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import Strategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_collider.strategies.filtering import (
-    Filtering,
-    check_precision,
+from lightning_collider.strategies.filtering import Filtering, check_precision
+from lightning_collider.strategies.sharding import (
     check_sharding,
     check_tensor_parallel,
     data_parallel_mesh,
@@ -45,13 +45,17 @@ class ColliderStrategy(ModelParallelStrategy):
         keep_warmup_steps: int = 0,
         threshold: float | None = None,
         seed: int = 0,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        cpu_offload: bool = False,
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
         check_tensor_parallel(tensor_parallel_size)
-        check_sharding(sharding, n_devices=1)
+        check_sharding(sharding)
         super().__init__(parallelize_fn=self._shard, tensor_parallel_size=1, **kwargs)
         self.sharding = sharding
+        self.mp_policy = mp_policy
+        self.cpu_offload = cpu_offload
         self.filtering = Filtering(
             keep,
             selector,
@@ -78,14 +82,13 @@ class ColliderStrategy(ModelParallelStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        check_sharding(self.sharding, self._n_devices)
         check_precision(str(self.precision.precision))
         self._data_parallel_size = self._n_devices
         super().setup_environment()
 
     def _shard(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         mesh = data_parallel_mesh(device_mesh, self.sharding, self.num_nodes, self.num_processes)
-        self.filtering.shard(module, mesh)
+        self.filtering.shard(module, mesh, self.mp_policy, self.cpu_offload)
         return module
 
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -24,9 +24,18 @@ from lightning_collider.filtering.token_filter import TokenFilter
 from lightning_collider.nn.causal_lm import FilteredCausalLM
 from lightning_collider.nn.convert import ENGINES, convert
 from lightning_collider.nn.coverage import coverage
-from lightning_collider.nn.layer import FilteredLayer
+from lightning_collider.strategies import sharding
 
-SHARDINGS = ("auto", "full", "hybrid", "none")
+SETTINGS = (
+    "keep",
+    "selector",
+    "reference",
+    "engine",
+    "over",
+    "keep_warmup_steps",
+    "threshold",
+    "seed",
+)
 EXPECTED_SHARE = 0.9  # of the backward FLOPs; below it the user should know
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
@@ -46,10 +55,10 @@ class Filtering:
 
     def __init__(
         self,
-        keep: float,
-        selector: str | Callable[..., Tensor] | None,
-        reference: nn.Module | str | Path | None,
-        engine: str,
+        keep: float = 1.0,
+        selector: str | Callable[..., Tensor] | None = None,
+        reference: nn.Module | str | Path | None = None,
+        engine: str = "cpp",
         **choices: Any,
     ) -> None:
         if engine not in ENGINES:
@@ -118,24 +127,26 @@ class Filtering:
 
     def to(self, device: torch.device) -> None:
         """Move the reference model."""
-        if self.token_filter is not None and self.token_filter.reference is not None:
-            self.token_filter.reference.model.to(device)
+        if self.reference is not None:
+            self.reference.to(device)
 
-    def shard(self, module: nn.Module, mesh: Any) -> None:
-        """Shard the student and the reference with FSDP2: each decoder layer, then the rest."""
+    @property
+    def reference(self) -> nn.Module | None:
+        """The live reference model, where there is one."""
+        live = self.token_filter.reference if self.token_filter is not None else None
+        return None if live is None else live.model
+
+    @reference.setter
+    def reference(self, model: nn.Module) -> None:
+        assert self.token_filter is not None and self.token_filter.reference is not None
+        self.token_filter.reference.model = model
+
+    def shard(
+        self, module: nn.Module, mesh: Any, mp_policy: MixedPrecisionPolicy | None, offload: bool
+    ) -> None:
+        """Shard the student and the reference with FSDP2."""
         models = trainable_causal_lms(module)
-        for model in models:
-            _shard_model(model, mesh, reshard_root=False)
-        if self.token_filter is not None and self.token_filter.reference is not None:
-            # No backward follows, which would need its embedding and head again.
-            _shard_model(self.token_filter.reference.model, mesh, reshard_root=True)
-        inside = {id(p) for model in models for p in model.parameters()}
-        if any(p.requires_grad and id(p) not in inside for p in module.parameters()):
-            # The user's own parameters beside the model have to be reduced over the ranks too.
-            fully_shard(module, mesh=mesh)
-            for step in ("training_step", "validation_step", "test_step", "predict_step"):
-                if hasattr(module, step):
-                    register_fsdp_forward_method(module, step)
+        sharding.shard(module, models, self.reference, mesh, mp_policy, offload)
 
     def weigh(self, loss: Tensor, undo: float = 1.0) -> Tensor:
         """The loss to run backward on: the micro-batch's mean times the rows that it is a mean of.
@@ -191,7 +202,7 @@ class Filtering:
             for p in parameters:
                 if p.grad is not None:
                     grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-                    grad.mul_(factor.to(grad.dtype))
+                    grad.mul_(factor.to(grad.device, grad.dtype))
         self._kept = []
 
 
@@ -206,28 +217,6 @@ def trainable_causal_lms(module: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _shard_model(model: nn.Module, mesh: Any, reshard_root: bool) -> None:
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_root)
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, converted or not."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [m for m in model.modules() if isinstance(m, FilteredLayer) or type(m).__name__ in names]
-
-
-def check_sharding(sharding: str, n_devices: int) -> None:
-    """Raise ValueError for a sharding that is unknown or cannot work on so many devices."""
-    if sharding not in SHARDINGS:
-        raise ValueError(f"sharding must be one of {', '.join(SHARDINGS)}, got {sharding!r}")
-    if sharding == "none" and n_devices > 1:
-        raise ValueError(
-            f"sharding='none' is for one device and there are {n_devices}: use sharding='auto'"
-        )
-
-
 def check_precision(precision: str) -> None:
     """Raise ValueError for a precision whose filtered backward is not defined."""
     if precision not in PRECISIONS:
@@ -236,21 +225,3 @@ def check_precision(precision: str) -> None:
             "scaling, which the normalisation over kept tokens does not know): use one of "
             f"{', '.join(PRECISIONS)}"
         )
-
-
-def check_tensor_parallel(tensor_parallel_size: int) -> None:
-    """Raise ValueError when tensor parallelism is asked for."""
-    if tensor_parallel_size != 1:
-        raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} is not supported: the operators compute "
-            "whole layers on one device; shard with FSDP2 (sharding='full') instead"
-        )
-
-
-def data_parallel_mesh(device_mesh: Any, sharding: str, num_nodes: int, num_processes: int) -> Any:
-    """The mesh to shard over: one dimension, or (nodes, devices of a node) for hybrid sharding."""
-    if sharding != "hybrid":
-        return device_mesh["data_parallel"]
-    return torch.distributed.init_device_mesh(
-        device_mesh.device_type, (num_nodes, num_processes), mesh_dim_names=("replicate", "shard")
-    )

@@ -4,130 +4,38 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_collider.strategies.filtering import (
-    Filtering,
-    check_precision,
+from lightning_collider.strategies.filtering import Filtering, check_precision
+from lightning_collider.strategies.sharding import (
     check_sharding,
     check_tensor_parallel,
     data_parallel_mesh,
 )
 
 
-class ColliderStrategy(ModelParallelStrategy):
-    """Trains the Hugging Face causal LM of a LightningModule with a filtered backward.
+class FilteredSteps(ParallelStrategy):
+    """What a Trainer strategy adds to another one to filter: select, weigh, normalise."""
 
-    The LightningModule stays as it is: it calls its model with labels and returns the loss. The
-    strategy converts the model, shards it on several devices (FSDP2, each decoder layer), lets the
-    selector choose the rows that stay in the backward, and takes the mean over the kept rows of all
-    ranks and micro-batches of an optimizer step. Losses stored beforehand are read from
-    ``batch["reference_losses"]``.
+    filtering: Filtering
 
-    Args:
-        keep: fraction of the tokens with a target that stays in the backward, in (0, 1].
-        selector: "excess_loss" (RHO-1), "top_loss", "random", "threshold", a callable
-            ``(losses, reference_losses, labels) -> bool (B, T)``, or None: dense until
-            ``backward_filter`` is called in ``training_step``.
-        reference: frozen causal LM (module or folder) for "excess_loss".
-        sharding: "auto" (full on several devices), "full", "hybrid" (replicate over nodes, shard
-            inside), or "none".
-        engine: "cpp", or "oracle": plain autograd, slow and exact, without a compiler.
-        over: rank tokens over the "batch" of one rank and micro-step, or over each "sequence".
-        keep_warmup_steps: optimizer steps over which the kept fraction falls from 1 to ``keep``.
-        threshold: for "threshold", the loss in nats above which a token is kept.
-        seed: for "random".
-        tensor_parallel_size: must be 1.
-        kwargs: for Lightning's ModelParallelStrategy (``save_distributed_checkpoint``,
-        ``timeout``, ...).
-
-    Raises:
-        ValueError: a setting out of range, float16 precision, or no causal LM to convert.
-    """
-
-    # Its own list: the base's would make this name count as FSDP, which the CPU refuses.
-    _registered_strategies: list[str] = []  # noqa: RUF012
-
-    def __init__(
-        self,
-        keep: float = 1.0,
-        selector: str | Callable[..., Tensor] | None = None,
-        reference: nn.Module | str | Path | None = None,
-        sharding: str = "auto",
-        engine: str = "cpp",
-        over: str = "batch",
-        keep_warmup_steps: int = 0,
-        threshold: float | None = None,
-        seed: int = 0,
-        tensor_parallel_size: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        check_tensor_parallel(tensor_parallel_size)
-        check_sharding(sharding, n_devices=1)
-        super().__init__(tensor_parallel_size=1, **kwargs)
-        self.sharding = sharding
-        self.filtering = Filtering(
-            keep,
-            selector,
-            reference,
-            engine,
-            over=over,
-            keep_warmup_steps=keep_warmup_steps,
-            threshold=threshold,
-            seed=seed,
-        )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(for lightning.pytorch, not pytorch_lightning)"
-
-    @property
-    def _n_devices(self) -> int:
-        return self.num_processes * self.num_nodes
-
-    @property
-    def _sharded(self) -> bool:
-        return self._n_devices > 1
-
-    def _configure_launcher(self) -> None:
-        if self._sharded:
-            super()._configure_launcher()
-
-    def setup_environment(self) -> None:
-        check_sharding(self.sharding, self._n_devices)
-        check_precision(str(self.precision_plugin.precision))
-        self._data_parallel_size = self._n_devices  # the base's "auto" would count nodes only
-        super().setup_environment()
-
-    def setup(self, trainer: Any) -> None:
-        """The base's order, without asking for a ``configure_model``; convert, cast, then shard."""
-        assert self.accelerator is not None and self.model is not None
-        self.accelerator.setup(trainer)
-        self.filtering.attach(self.model, self.global_rank)
-        self.filtering.report(self.model)
-        _materialize_distributed_module(self.model, self.root_device)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
+    def attach(self) -> None:
+        """Convert the LightningModule's causal LM and move its reference, before any sharding."""
+        assert self.lightning_module is not None
+        self.filtering.attach(self.lightning_module, self.global_rank)
+        self.filtering.report(self.lightning_module)
         self.filtering.to(self.root_device)
-        already_sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
-        if self._sharded and not already_sharded:
-            mesh = data_parallel_mesh(
-                self.device_mesh, self.sharding, self.num_nodes, self.num_processes
-            )
-            self.filtering.shard(self.model, mesh)
-        if not self._sharded:
-            # One device needs no distributed sampler; Lightning's would shuffle an ordered loader.
-            trainer._accelerator_connector.use_distributed_sampler = False
-        self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def data_parallel_group(self) -> Any:
+        """Process group of all ranks, or None for one device."""
+        return torch.distributed.group.WORLD
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         token_filter = self.filtering.token_filter
@@ -155,20 +63,133 @@ class ColliderStrategy(ModelParallelStrategy):
         def closure_then_normalise() -> Any:
             # After the window's last backward, before Lightning clips and calls its hooks.
             result = closure()
-            self._normalise()
+            assert self.model is not None
+            self.filtering.normalise(self.model.parameters(), self.data_parallel_group())
             return result
 
         return super().optimizer_step(optimizer, closure_then_normalise, model, **kwargs)
-
-    def _normalise(self) -> None:
-        assert self.model is not None
-        group = self.device_mesh["data_parallel"].get_group() if self._sharded else None
-        self.filtering.normalise(self.model.parameters(), group)
 
     @property
     def _trainer(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+
+class ColliderStrategy(FilteredSteps, ModelParallelStrategy):
+    """Trains the Hugging Face causal LM of a LightningModule with a filtered backward.
+
+    The LightningModule stays as it is: it calls its model with labels and returns the loss. The
+    strategy converts the model, shards it on several devices (FSDP2, each decoder layer), lets the
+    selector choose the rows that stay in the backward, and takes the mean over the kept rows of all
+    ranks and micro-batches of an optimizer step. Losses stored beforehand are read from
+    ``batch["reference_losses"]``.
+
+    Args:
+        keep: fraction of the tokens with a target that stays in the backward, in (0, 1].
+        selector: "excess_loss" (RHO-1), "top_loss", "random", "threshold", a callable
+            ``(losses, reference_losses, labels) -> bool (B, T)``, or None: dense until
+            ``backward_filter`` is called in ``training_step``.
+        reference: frozen causal LM (module or folder) for "excess_loss".
+        sharding: "auto" or "full" (over all devices), "hybrid" (a copy a node, sharded inside it),
+            or "none" (a copy a device, as DDP).
+        engine: "cpp", or "oracle": plain autograd, slow and exact, without a compiler.
+        over: rank tokens over the "batch" of one rank and micro-step, or over each "sequence".
+        keep_warmup_steps: optimizer steps over which the kept fraction falls from 1 to ``keep``.
+        threshold: for "threshold", the loss in nats above which a token is kept.
+        seed: for "random".
+        mp_policy: ``torch.distributed.fsdp.MixedPrecisionPolicy`` of the sharded model, such as
+            gathering float32 weights in bfloat16; None for the weights' own precision.
+        cpu_offload: keep sharded weights, gradients and optimizer state in the CPU's memory.
+        tensor_parallel_size: must be 1.
+        kwargs: for Lightning's ModelParallelStrategy (``save_distributed_checkpoint``,
+            ``timeout``, ...).
+
+    Raises:
+        ValueError: a setting out of range, float16 precision, or no causal LM to convert.
+    """
+
+    # Its own list: the base's would make this name count as FSDP, which the CPU refuses.
+    _registered_strategies: list[str] = []  # noqa: RUF012
+
+    def __init__(
+        self,
+        keep: float = 1.0,
+        selector: str | Callable[..., Tensor] | None = None,
+        reference: nn.Module | str | Path | None = None,
+        sharding: str = "auto",
+        engine: str = "cpp",
+        over: str = "batch",
+        keep_warmup_steps: int = 0,
+        threshold: float | None = None,
+        seed: int = 0,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        cpu_offload: bool = False,
+        tensor_parallel_size: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        check_tensor_parallel(tensor_parallel_size)
+        check_sharding(sharding)
+        super().__init__(tensor_parallel_size=1, **kwargs)
+        self.sharding = sharding
+        self.mp_policy = mp_policy
+        self.cpu_offload = cpu_offload
+        self.filtering = Filtering(
+            keep,
+            selector,
+            reference,
+            engine,
+            over=over,
+            keep_warmup_steps=keep_warmup_steps,
+            threshold=threshold,
+            seed=seed,
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(for lightning.pytorch, not pytorch_lightning)"
+
+    @property
+    def _n_devices(self) -> int:
+        return self.num_processes * self.num_nodes
+
+    @property
+    def _sharded(self) -> bool:
+        return self._n_devices > 1
+
+    def _configure_launcher(self) -> None:
+        if self._sharded:
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        check_precision(str(self.precision_plugin.precision))
+        self._data_parallel_size = self._n_devices  # the base's "auto" would count nodes only
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        """The base's order, without asking for a ``configure_model``; convert, cast, then shard."""
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self.attach()
+        _materialize_distributed_module(self.model, self.root_device)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        already_sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
+        if self._sharded and not already_sharded:
+            mesh = data_parallel_mesh(
+                self.device_mesh, self.sharding, self.num_nodes, self.num_processes
+            )
+            self.filtering.shard(self.model, mesh, self.mp_policy, self.cpu_offload)
+        if not self._sharded:
+            # One device needs no distributed sampler; Lightning's would shuffle an ordered loader.
+            trainer._accelerator_connector.use_distributed_sampler = False
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def data_parallel_group(self) -> Any:
+        return self.device_mesh["data_parallel"].get_group() if self._sharded else None
 
     # One device saves and loads as any single-device strategy does.
 

@@ -49,10 +49,10 @@ class Job:
     strategy: Strategy
 
 
-def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama with random weights that the recipe's seed decides: every run starts from these."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+def model_config(recipe: Recipe, vocab_size: int, **special_tokens: Any) -> LlamaConfig:
+    """The shape of a recipe's model; special tokens by their names in transformers."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
         hidden_size=recipe.model.hidden_size,
         intermediate_size=recipe.model.intermediate_size,
         num_hidden_layers=recipe.model.layers,
@@ -60,10 +60,16 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
         num_key_value_heads=recipe.model.key_value_heads,
         max_position_embeddings=recipe.corpus.sequence_length,
         tie_word_embeddings=recipe.model.tie_embeddings,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **special_tokens,
     )
+
+
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A Llama with random weights that the recipe's seed decides: every run starts from these."""
+    special = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    config = model_config(recipe, len(tokenizer), **special)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         return LlamaForCausalLM(config)

@@ -40,3 +40,8 @@ def test_adapters_are_exact_and_dense(family, targets, when):
     lc.backward_filter(loss, keep)
     loss.backward()
     assert relative_error(grads_of(model), want) < 1e-6  # live norms are float32 inside
+    # Each attention is an island: what the residual stream hands on between them stays compact.
+    full = [node for node, reason in lc.coverage(model).edges if reason]
+    compact = [node for node, reason in lc.coverage(model).edges if not reason]
+    assert full.count("AddBackward0") == 3 * len(targets)  # inside the adapters
+    assert compact.count("AddBackward0") == 3 * 2

@@ -4,7 +4,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.conftest import batch_of, small_llama
+from tests.conftest import batch_of, small_model
 
 
 class Batches(Dataset):
@@ -27,9 +27,11 @@ class Batches(Dataset):
 class UsersModule(L.LightningModule):
     """Calls its Hugging Face model with labels and returns the loss, as any user would."""
 
-    def __init__(self, double: bool = True, tied: bool = False, optimizer=torch.optim.SGD) -> None:
+    def __init__(
+        self, double: bool = True, optimizer=torch.optim.SGD, family: str = "llama", **config
+    ) -> None:
         super().__init__()
-        self.model = small_llama(tied, layers=2)
+        self.model = small_model(family, layers=2, **config)
         if double:
             self.model.double()
         self.make_optimizer = optimizer

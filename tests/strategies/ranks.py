@@ -1,5 +1,5 @@
-"""What each of two gloo ranks runs: ``torchrun ranks.py CASE FOLDER``; rank 0 leaves full weights
-there.
+"""What each of two gloo ranks runs: ``torchrun -m tests.strategies.ranks CASE,CASE FOLDER``; rank 0
+leaves FOLDER/CASE.pt with full weights.
 
 Each rank sees every second batch; the tests compare with one process on all of them.
 """
@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import lightning as L
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
 import lightning_collider as lc
+from lightning_collider.strategies import FSDP1Strategy
 from tests.conftest import small_llama
 from tests.strategies.lightning_module import Batches, UsersModule
 
@@ -74,24 +76,6 @@ def excess(**settings):
     return lc.ColliderStrategy(keep=0.6, selector="excess_loss", reference=reference(), **settings)
 
 
-def trainer_case(folder):
-    strategy = excess()
-    module, _ = fit(strategy, max_steps=N // 2)
-    assert all(isinstance(p, DTensor) for p in module.model.parameters())
-    assert all(
-        isinstance(p, DTensor) for p in strategy.filtering.token_filter.reference.model.parameters()
-    )
-    flow = module.model.last_state.rows.flow
-    assert flow and not [reason for _, reason in flow if reason]  # FSDP2's nodes are known
-    return full_weights(module.model)
-
-
-def accumulation_case(folder):
-    # 4 batches a rank in windows of 3: the last window is short.
-    module, _ = fit(excess(), max_steps=2, accumulate_grad_batches=3)
-    return full_weights(module.model)
-
-
 def nothing_case(folder):
     module, _ = fit(lc.ColliderStrategy(selector=keep_nothing_on_rank_1), max_steps=N // 2)
     return full_weights(module.model)
@@ -102,10 +86,12 @@ def clip_case(folder):
     return full_weights(module.model)
 
 
-def mixed_case(folder):
-    module = UsersModule(double=False)
-    module, _ = fit("collider", max_steps=2, precision="bf16-mixed", module=module)
-    return full_weights(module.model)
+def sharded_case(folder):
+    strategy = excess()
+    module, _ = fit(strategy, max_steps=1)
+    assert all(isinstance(p, DTensor) for p in module.model.parameters())
+    assert all(isinstance(p, DTensor) for p in strategy.filtering.reference.parameters())
+    return {}
 
 
 class WithOwnHead(UsersModule):
@@ -128,18 +114,38 @@ def own_parameter_case(folder):
     return full_weights(module)
 
 
-def resume_case(folder):
+def resume_case(folder, strategy=excess):
+    half = folder / f"{strategy.__name__}.ckpt"
+
     class SaveHalf(L.Callback):
         def on_train_batch_end(self, trainer, *args):
             if trainer.global_step == 2:
-                trainer.save_checkpoint(folder / "half.ckpt")
+                trainer.save_checkpoint(half)
 
-    whole, _ = fit(excess(), max_steps=4, callbacks=[SaveHalf()])
-    resumed, _ = fit(excess(), max_steps=4, ckpt_path=folder / "half.ckpt", first=4)
-    assert resumed.losses == whole.losses[2:]
+    def module():
+        return UsersModule(optimizer=torch.optim.AdamW)
+
+    whole, _ = fit(strategy(), 4, module=module(), callbacks=[SaveHalf()])
+    resumed, _ = fit(strategy(), 4, half, first=4, module=module())
+    assert len(whole.losses) == 4 and resumed.losses == whole.losses[2:]
     after, want = full_weights(resumed.model), full_weights(whole.model)
     assert all(after[name].equal(p) for name, p in want.items())
     return want
+
+
+def fsdp1():
+    return FSDP1Strategy(keep=0.6, selector="excess_loss", reference=reference())
+
+
+def fsdp1_resume_case(folder):
+    return resume_case(folder, fsdp1)
+
+
+def fsdp1_full_case(folder):
+    """The crash that a full checkpoint would end in is refused before anything is trained."""
+    with pytest.raises(ValueError, match="use state_dict_type='sharded'"):
+        fit(FSDP1Strategy(state_dict_type="full"), max_steps=1)
+    return {}
 
 
 def fabric_case(folder):
@@ -159,8 +165,9 @@ def fabric_case(folder):
 
 
 if __name__ == "__main__":
-    case, folder = sys.argv[1], Path(sys.argv[2])
+    cases, folder = sys.argv[1].split(","), Path(sys.argv[2])
     torch.set_num_threads(1)
-    weights = globals()[f"{case}_case"](folder)
-    if rank() == 0:
-        torch.save(weights, folder / "weights.pt")
+    for case in cases:
+        weights = globals()[f"{case}_case"](folder)
+        if rank() == 0:
+            torch.save(weights, folder / f"{case}.pt")

@@ -18,8 +18,11 @@ from tests.strategies.lightning_module import Batches, UsersModule, fit, loader
 LR = 0.1
 
 
-def steps_by_hand(model, items, masks_of, window, lr=LR):
-    """SGD on the mean over the kept rows of each window of batches, by the oracle."""
+def steps_by_hand(model, items, masks_of, window, lr=LR, divisor=None):
+    """SGD on the mean over the kept rows of each window of batches, by the oracle.
+
+    divisor: of each window's sum, where it is not the number of kept rows.
+    """
     model = float64_reference(model)
     for start in range(0, len(items), window):
         total, kept = None, 0
@@ -31,7 +34,7 @@ def steps_by_hand(model, items, masks_of, window, lr=LR):
             kept += int((keep & has_target(labels)).sum())
         with torch.no_grad():
             for name, p in model.named_parameters():
-                p -= lr * total[name] / max(kept, 1)
+                p -= lr * total[name] / (divisor or max(kept, 1))
     return dict(model.named_parameters())
 
 
