@@ -94,8 +94,8 @@ struct Attention : Function<Attention> {
       if (saved[norm].numel() == 0) {
         return flat(grad_KHd);
       }
-      const auto kept = rms_backward(as_rows(grad_KHd), as_rows(rows->gather(saved[raw])), saved[norm],
-                                     as_rows(rows->gather(saved[rstd])), /*needs_x=*/true,
+      const auto kept = rms_backward(as_rows(grad_KHd), as_rows(saved[raw]), saved[norm],
+                                     as_rows(saved[rstd]), *rows, /*needs_x=*/true,
                                      ctx->needs_input_grad(norm));
       out[norm] = kept.w_D;
       return flat(kept.x_KD.view(grad_KHd.sizes()));
@@ -118,7 +118,7 @@ struct Attention : Function<Attention> {
   }
 };
 
-const Registered<Attention> registered;
+const Registered<Attention> registered_attention;
 
 // (1 or B, T, r) -> (T or N, r), in the dtype that rotations are computed in.
 Tensor rotary_rows(const Tensor& cos, at::ScalarType compute) {

@@ -24,7 +24,7 @@ struct Boundary : Function<Boundary> {
   }
 };
 
-const Registered<Boundary> registered;
+const Registered<Boundary> registered_boundary;
 
 } // namespace
 

@@ -15,6 +15,7 @@
 #include <algorithm>
 
 #include "causal.h"
+#include "vec_rows.h"
 
 namespace collider {
 namespace {
@@ -36,46 +37,63 @@ void check_device(const Tensor& q) {
               ": use engine='oracle' there");
 }
 
+// What part 2 needs to know of one segment: rows of dropped keys that each kept query sees come first.
+struct Visible {
+  at::ArrayRef<int64_t> rows, dropped; // row numbers of kept queries and of dropped keys, ascending
+  int64_t keys_of(int64_t query) const {
+    return std::lower_bound(dropped.begin(), dropped.end(), rows[query]) - dropped.begin();
+  }
+};
+
+// scale exp(scale s - lse) (dp - delta) for the keys that a query sees, 0 for the others. s, dp: (G, R b, keys),
+// queries first .. first + b; lse, delta: (G, R, n) of all the segment's queries. Overwrites s.
+Tensor score_grad(Tensor s, const Tensor& dp, const Tensor& lse_GRn, const Tensor& delta_GRn, int64_t first,
+                  int64_t b, const Visible& visible, double scale) {
+  const int64_t repeats = lse_GRn.size(1), n = lse_GRn.size(2), keys = s.size(2);
+  TORCH_INTERNAL_ASSERT(loops_apply({s, dp}) && loops_apply({lse_GRn, delta_GRn}));
+  std::vector<int64_t> seen_b(b);
+  for (int64_t i = 0; i < b; ++i) {
+    seen_b[i] = visible.keys_of(first + i);
+  }
+  COLLIDER_DISPATCH(s.scalar_type(), [&] {
+    using wide_t = at::opmath_type<scalar_t>;
+    using V = Vec<scalar_t>;
+    auto* scores = s.mutable_data_ptr<scalar_t>();
+    const auto* dps = dp.const_data_ptr<scalar_t>();
+    const auto *lse = lse_GRn.const_data_ptr<wide_t>(), *delta = delta_GRn.const_data_ptr<wide_t>();
+    for_each_row(s.size(0) * repeats * b, keys, [&](int64_t row) {
+      const int64_t seen = seen_b[row % b], query = row / b * n + first + row % b;
+      auto* s_row = scores + row * keys;
+      const V factor(scale), shift(lse[query]), mean(delta[query]);
+      vec::map2<scalar_t>(
+          [&](const V& score, const V& grad) { return (score * factor - shift).exp_u20() * (grad - mean) * factor; },
+          s_row, s_row, dps + row * keys, seen);
+      std::fill(s_row + seen, s_row + keys, scalar_t(0));
+    });
+  });
+  return s;
+}
+
 // Part 2: adds the dropped keys' share to dQ of one segment.
-// q, grad: (G, R, k, d) of the segment's kept rows; lse, delta: (G, R, k, 1); keys: (G, m, d) of dropped rows;
-// rows, dropped: the row numbers of both, ascending.
-void add_dropped_keys(Tensor& grad_q_GRkd, const Tensor& q_GRkd, const Tensor& grad_GRkd,
-                      const Tensor& lse_GRk1, const Tensor& delta_GRk1, const Tensor& k_Gmd,
-                      const Tensor& v_Gmd, at::ArrayRef<int64_t> rows, at::ArrayRef<int64_t> dropped,
-                      double scale) {
-  const int64_t groups = q_GRkd.size(0), repeats = q_GRkd.size(1), n_queries = q_GRkd.size(2),
-                d = q_GRkd.size(3);
+// q, grad: (G, R, n, d) of the segment's kept rows; lse, delta: (G, R, n); keys, values: (G, m, d) of dropped rows.
+void add_dropped_keys(Tensor& grad_q_GRnd, const Tensor& q_GRnd, const Tensor& grad_GRnd, const Tensor& lse_GRn,
+                      const Tensor& delta_GRn, const Tensor& k_Gmd, const Tensor& v_Gmd,
+                      const Visible& visible, double scale) {
+  const int64_t groups = q_GRnd.size(0), repeats = q_GRnd.size(1), n_queries = q_GRnd.size(2), d = q_GRnd.size(3);
   // Small blocks waste less on keys that only the block's last queries see; this many rows keep GEMMs busy.
   const int64_t block = std::max<int64_t>(64, 512 / repeats);
-  const auto wide = lse_GRk1.scalar_type();
   for (int64_t i = 0; i < n_queries; i += block) {
     const int64_t end = std::min(n_queries, i + block), b = end - i;
-    const auto seen_by = [&](int64_t row) {
-      return std::lower_bound(dropped.begin(), dropped.end(), row) - dropped.begin();
-    };
-    const int64_t seen_by_all = seen_by(rows[i]), seen = seen_by(rows[end - 1]);
+    const int64_t seen = visible.keys_of(end - 1);
     if (seen == 0) {
       continue;
     }
     const auto k_Gsd = k_Gmd.narrow(1, 0, seen), v_Gsd = v_Gmd.narrow(1, 0, seen);
-    const auto fold = [&](const Tensor& x) {
-      return x.narrow(2, i, b).reshape({groups, repeats * b, d});
-    };
-    const auto unfold = [&](const Tensor& x) { return x.view({groups, repeats, b, x.size(-1)}); };
-
-    auto p = unfold(at::bmm(fold(q_GRkd), k_Gsd.transpose(1, 2)).to(wide).mul_(scale));
-    p.sub_(lse_GRk1.narrow(2, i, b)).exp_();
-    if (seen > seen_by_all) { // the block's diagonal: keys between its first and its last query
-      const auto edge = dropped.slice(seen_by_all, seen - seen_by_all);
-      const auto options = at::TensorOptions().dtype(at::kLong).device(p.device());
-      const auto hidden = at::tensor(edge, at::kLong).to(options).unsqueeze(0).gt(
-          at::tensor(rows.slice(i, b), at::kLong).to(options).unsqueeze(1));
-      p.narrow(3, seen_by_all, seen - seen_by_all).masked_fill_(hidden, 0);
-    }
-    auto ds = unfold(at::bmm(fold(grad_GRkd), v_Gsd.transpose(1, 2)).to(wide));
-    ds.sub_(delta_GRk1.narrow(2, i, b)).mul_(p).mul_(scale);
-    const auto ds_low = ds.view({groups, repeats * b, seen}).to(k_Gsd.scalar_type());
-    grad_q_GRkd.narrow(2, i, b).add_(unfold(at::bmm(ds_low, k_Gsd)));
+    const auto fold = [&](const Tensor& x) { return x.narrow(2, i, b).reshape({groups, repeats * b, d}); };
+    const auto ds = score_grad(at::bmm(fold(q_GRnd), k_Gsd.transpose(1, 2)),
+                               at::bmm(fold(grad_GRnd), v_Gsd.transpose(1, 2)), lse_GRn, delta_GRn, i, b,
+                               visible, scale);
+    grad_q_GRnd.narrow(2, i, b).add_(at::bmm(ds, k_Gsd).view({groups, repeats, b, d}));
   }
 }
 
@@ -130,11 +148,12 @@ CausalGrads causal_attention_backward(const Tensor& grad_out_KHd, const Tensor& 
     const int64_t m = any_dropped ? rows.dropped_starts[s + 1] - rows.dropped_starts[s] : 0;
     if (m > 0) {
       const int64_t first = rows.dropped_starts[s];
-      add_dropped_keys(grad_q_GRnd, q_GRnd, grad_GRnd, lse_GRn.unsqueeze(-1),
-                       by_group(delta_KH.unsqueeze(-1), begin, n, groups),
+      const Visible visible{at::ArrayRef<int64_t>(rows.rows_host).slice(begin, n),
+                            at::ArrayRef<int64_t>(rows.dropped_host).slice(first, m)};
+      add_dropped_keys(grad_q_GRnd, q_GRnd, grad_GRnd, lse_GRn.contiguous(),
+                       by_group(delta_KH.unsqueeze(-1), begin, n, groups).squeeze(-1).contiguous(),
                        k_MGd.narrow(0, first, m).transpose(0, 1), v_MGd.narrow(0, first, m).transpose(0, 1),
-                       at::ArrayRef<int64_t>(rows.rows_host).slice(begin, n),
-                       at::ArrayRef<int64_t>(rows.dropped_host).slice(first, m), scale);
+                       visible, scale);
     }
     by_group(grads.q_KHd, begin, n, groups).copy_(grad_q_GRnd);
     // The R query heads of a group share one key head: its gradient is the sum of theirs.

@@ -31,7 +31,7 @@ struct Embedding : Function<Embedding> {
   }
 };
 
-const Registered<Embedding> registered;
+const Registered<Embedding> registered_embedding;
 
 } // namespace
 

@@ -58,7 +58,7 @@ struct GeluMlp : Function<GeluMlp> {
   }
 };
 
-const Registered<GeluMlp> registered;
+const Registered<GeluMlp> registered_gelu_mlp;
 
 } // namespace
 

@@ -39,7 +39,7 @@ struct LayerNorm : Function<LayerNorm> {
   }
 };
 
-const Registered<LayerNorm> registered;
+const Registered<LayerNorm> registered_layer_norm;
 
 } // namespace
 

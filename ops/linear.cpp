@@ -44,7 +44,7 @@ struct Linear : Function<Linear> {
   }
 };
 
-const Registered<Linear> registered;
+const Registered<Linear> registered_linear;
 
 } // namespace
 

@@ -17,7 +17,8 @@ struct RmsGrads {
   Tensor x_KD, w_D; // undefined where not needed
 };
 
-RmsGrads rms_backward(const Tensor& grad_KD, const Tensor& x_KD, const Tensor& w_D, const Tensor& rstd_K1,
-                      bool needs_x, bool needs_w);
+// grad at kept rows; x and rstd at all rows. A row of the batch may hold several rows of these (heads).
+RmsGrads rms_backward(const Tensor& grad_KD, const Tensor& x_ND, const Tensor& w_D, const Tensor& rstd_N1,
+                      const KeptRows& rows, bool needs_x, bool needs_w);
 
 } // namespace collider

@@ -1,9 +1,73 @@
 // SwiGLU MLP: y = (silu(x wg^T) * (x wu^T)) wd^T, each projection with an optional bias.
-// Gate and up are kept from the forward; everything else of the backward is computed from their kept rows.
+// Gate and up are kept from the forward; everything else of the backward is computed from their kept rows:
+//   dup = dact silu(gate),   dgate = dact up sigma (1 + gate (1 - sigma)),   sigma = 1 / (1 + exp(-gate)).
 #include "graph.h"
+#include "vec_rows.h"
 
 namespace collider {
 namespace {
+
+// silu(g) = g sigma, with sigma = 1 / (1 + exp(-g)).
+template <typename V>
+V sigma(const V& gate) {
+  return V(1) / (V(1) + gate.neg().exp_u20());
+}
+
+// silu(gate) * up
+Tensor activation(const Tensor& gate_NF, const Tensor& up_NF) {
+  if (!loops_apply({gate_NF, up_NF})) {
+    return at::silu(gate_NF).mul_(up_NF);
+  }
+  auto act_NF = at::empty_like(gate_NF);
+  const int64_t width = gate_NF.size(1);
+  COLLIDER_DISPATCH(gate_NF.scalar_type(), [&] {
+    using V = Vec<scalar_t>;
+    const auto *gate = gate_NF.const_data_ptr<scalar_t>(), *up = up_NF.const_data_ptr<scalar_t>();
+    auto* act = act_NF.mutable_data_ptr<scalar_t>();
+    for_each_row(gate_NF.size(0), width, [&](int64_t n) {
+      const int64_t at = n * width;
+      vec::map2<scalar_t>([](const V& g, const V& u) { return g * sigma(g) * u; }, act + at, gate + at, up + at, width);
+    });
+  });
+  return act_NF;
+}
+
+struct ActivationGrads {
+  Tensor act_KF, gate_KF, up_KF; // the activation again, and the gradients of gate and up
+};
+
+// From the gradient of the activation at kept rows; gate and up at all rows.
+ActivationGrads activation_backward(const Tensor& grad_KF, const Tensor& gate_NF, const Tensor& up_NF,
+                                    const KeptRows& rows) {
+  if (!loops_apply({grad_KF, gate_NF, up_NF})) {
+    const auto gate_KF = rows.gather(gate_NF), up_KF = rows.gather(up_NF), silu_KF = at::silu(gate_KF);
+    return {silu_KF * up_KF, at::silu_backward(grad_KF * up_KF, gate_KF), grad_KF * silu_KF};
+  }
+  ActivationGrads out{at::empty_like(grad_KF), at::empty_like(grad_KF), at::empty_like(grad_KF)};
+  const int64_t width = grad_KF.size(1);
+  const RowIndex row(rows);
+  COLLIDER_DISPATCH(grad_KF.scalar_type(), [&] {
+    using V = Vec<scalar_t>;
+    const auto *grad = grad_KF.const_data_ptr<scalar_t>(), *gate = gate_NF.const_data_ptr<scalar_t>(),
+               *up = up_NF.const_data_ptr<scalar_t>();
+    auto *act = out.act_KF.mutable_data_ptr<scalar_t>(), *grad_gate = out.gate_KF.mutable_data_ptr<scalar_t>(),
+         *grad_up = out.up_KF.mutable_data_ptr<scalar_t>();
+    for_each_row(grad_KF.size(0), width, [&](int64_t k) {
+      const int64_t at = k * width;
+      const auto *gate_k = gate + row(k) * width, *up_k = up + row(k) * width;
+      vec::map2<scalar_t>([](const V& g, const V& u) { return g * sigma(g) * u; }, act + at, gate_k, up_k, width);
+      vec::map2<scalar_t>([](const V& dy, const V& g) { return dy * g * sigma(g); }, grad_up + at, grad + at, gate_k,
+                          width);
+      vec::map3<scalar_t>(
+          [](const V& dy, const V& g, const V& u) {
+            const V s = sigma(g), one(1);
+            return dy * u * s * (one + g * (one - s));
+          },
+          grad_gate + at, grad + at, gate_k, up_k, width);
+    });
+  });
+  return out;
+}
 
 struct SwigluMlp : Function<SwigluMlp> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x_BTD, const Tensor& w_gate_FD,
@@ -15,7 +79,7 @@ struct SwigluMlp : Function<SwigluMlp> {
     const auto x_ND = as_rows(x_BTD).to(compute);
     const auto gate_NF = affine(x_ND, operand(w_gate_FD, compute), operand(b_gate_F, compute));
     const auto up_NF = affine(x_ND, operand(w_up_FD, compute), operand(b_up_F, compute));
-    const auto act_NF = at::silu(gate_NF).mul_(up_NF);
+    const auto act_NF = activation(gate_NF, up_NF);
     const auto y_ND = affine(act_NF, operand(w_down_DF, compute), operand(b_down_D, compute));
     ctx->save_for_backward(
         {x_ND, w_gate_FD, b_gate_F, w_up_FD, b_up_F, w_down_DF, b_down_D, gate_NF, up_NF});
@@ -39,14 +103,10 @@ struct SwigluMlp : Function<SwigluMlp> {
                &w_down_DF = saved[5], &b_down_D = saved[6];
     const auto compute = saved[0].scalar_type();
     const auto grad_KD = kept_grad(ctx, grads[0], *rows, compute);
-    const auto gate_KF = rows->gather(saved[7]), up_KF = rows->gather(saved[8]);
-
-    const auto silu_KF = at::silu(gate_KF);
-    out[5] = weight_grad(ctx->needs_input_grad(5), grad_KD, silu_KF * up_KF, w_down_DF.scalar_type());
+    const auto [act_KF, grad_gate_KF, grad_up_KF] =
+        activation_backward(at::mm(grad_KD, operand(w_down_DF, compute)), saved[7], saved[8], *rows);
+    out[5] = weight_grad(ctx->needs_input_grad(5), grad_KD, act_KF, w_down_DF.scalar_type());
     out[6] = bias_grad(ctx->needs_input_grad(6), grad_KD, b_down_D);
-    auto grad_act_KF = at::mm(grad_KD, operand(w_down_DF, compute));
-    const auto grad_up_KF = grad_act_KF * silu_KF;
-    const auto grad_gate_KF = at::silu_backward(grad_act_KF.mul_(up_KF), gate_KF);
 
     const auto x_KD = rows->gather(saved[0]);
     out[1] = weight_grad(ctx->needs_input_grad(1), grad_gate_KF, x_KD, w_gate_FD.scalar_type());
@@ -63,7 +123,7 @@ struct SwigluMlp : Function<SwigluMlp> {
   }
 };
 
-const Registered<SwigluMlp> registered;
+const Registered<SwigluMlp> registered_swiglu_mlp;
 
 } // namespace
 
