@@ -66,7 +66,9 @@ Tensor score_grad(Tensor s, const Tensor& dp, const Tensor& lse_GRn, const Tenso
       auto* s_row = scores + row * keys;
       const V factor(scale), shift(lse[query]), mean(delta[query]);
       vec::map2<scalar_t>(
-          [&](const V& score, const V& grad) { return (score * factor - shift).exp_u20() * (grad - mean) * factor; },
+          [&](const V& score, const V& grad) {
+            return (score * factor - shift).exp_u20() * (grad - mean) * factor;
+          },
           s_row, s_row, dps + row * keys, seen);
       std::fill(s_row + seen, s_row + keys, scalar_t(0));
     });

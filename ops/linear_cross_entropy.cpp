@@ -38,11 +38,12 @@ void reduce_logits(const Tensor& logits_nV, const Tensor& targets_n, Tensor lse_
     auto *lse = lse_n.mutable_data_ptr<wide_t>(), *target_logit = target_logit_n.mutable_data_ptr<wide_t>();
     for_each_row(logits_nV.size(0), vocabulary, [&](int64_t n) {
       const auto* z = logits + n * vocabulary;
-      const wide_t top =
-          vec::reduce_all<scalar_t>([](const V& a, const V& b) { return vec::maximum(a, b); }, z, vocabulary);
+      const wide_t top = vec::reduce_all<scalar_t>(
+          [](const V& a, const V& b) { return vec::maximum(a, b); }, z, vocabulary);
       const V shift(top);
-      const wide_t sum = vec::map_reduce_all<scalar_t>([&](const V& v) { return (v - shift).exp_u20(); },
-                                                       [](const V& a, const V& b) { return a + b; }, z, vocabulary);
+      const wide_t sum = vec::map_reduce_all<scalar_t>(
+          [&](const V& v) { return (v - shift).exp_u20(); },
+          [](const V& a, const V& b) { return a + b; }, z, vocabulary);
       lse[n] = top + std::log(sum);
       target_logit[n] = static_cast<wide_t>(z[std::max<int64_t>(targets[n], 0)]);
     });

@@ -42,11 +42,12 @@ void backward_loop(const Tensor& grad_KD, const Tensor& x_ND, const Tensor& w_D,
       const auto *x_k = x + row(k) * width, *grad_k = grad + k * width;
       const wide_t r = rstd[row(k)];
       const wide_t dot = vec::map3_reduce_all<scalar_t>(
-          [](const V& g, const V& v, const V& u) { return g * v * u; }, [](const V& a, const V& b) { return a + b; }, grad_k, x_k,
-          w, width);
+          [](const V& g, const V& v, const V& u) { return g * v * u; },
+          [](const V& a, const V& b) { return a + b; }, grad_k, x_k, w, width);
       const V scale(r), along(r * r * r * dot / width);
-      vec::map3<scalar_t>([&](const V& g, const V& v, const V& u) { return g * u * scale - v * along; },
-                          grad_x + k * width, grad_k, x_k, w, width);
+      vec::map3<scalar_t>(
+          [&](const V& g, const V& v, const V& u) { return g * u * scale - v * along; }, grad_x + k * width,
+          grad_k, x_k, w, width);
     });
   }
   if (grad_w_D.defined()) { // each thread sums its own columns over all rows

@@ -26,7 +26,8 @@ Tensor activation(const Tensor& gate_NF, const Tensor& up_NF) {
     auto* act = act_NF.mutable_data_ptr<scalar_t>();
     for_each_row(gate_NF.size(0), width, [&](int64_t n) {
       const int64_t at = n * width;
-      vec::map2<scalar_t>([](const V& g, const V& u) { return g * sigma(g) * u; }, act + at, gate + at, up + at, width);
+      vec::map2<scalar_t>([](const V& g, const V& u) { return g * sigma(g) * u; }, act + at, gate + at,
+                          up + at, width);
     });
   });
   return act_NF;
@@ -55,9 +56,10 @@ ActivationGrads activation_backward(const Tensor& grad_KF, const Tensor& gate_NF
     for_each_row(grad_KF.size(0), width, [&](int64_t k) {
       const int64_t at = k * width;
       const auto *gate_k = gate + row(k) * width, *up_k = up + row(k) * width;
-      vec::map2<scalar_t>([](const V& g, const V& u) { return g * sigma(g) * u; }, act + at, gate_k, up_k, width);
-      vec::map2<scalar_t>([](const V& dy, const V& g) { return dy * g * sigma(g); }, grad_up + at, grad + at, gate_k,
+      vec::map2<scalar_t>([](const V& g, const V& u) { return g * sigma(g) * u; }, act + at, gate_k, up_k,
                           width);
+      vec::map2<scalar_t>([](const V& dy, const V& g) { return dy * g * sigma(g); }, grad_up + at, grad + at,
+                          gate_k, width);
       vec::map3<scalar_t>(
           [](const V& dy, const V& g, const V& u) {
             const V s = sigma(g), one(1);

@@ -46,6 +46,9 @@ struct RowIndex {
 // Whether the loops here apply: rows of one dtype, packed, in the CPU's memory.
 inline bool loops_apply(std::initializer_list<Tensor> tensors) {
   const auto dtype = tensors.begin()->scalar_type();
+  if (dtype == at::kHalf) {
+    return false; // an operator with a GEMM refuses it by name
+  }
   for (const auto& x : tensors) {
     if (!x.is_cpu() || !x.is_contiguous() || x.scalar_type() != dtype) {
       return false;
