@@ -5,6 +5,7 @@ Each imports what it needs itself, so that one sub-command does not wait for ano
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
             add_arguments(sub)
     args, rest = parser.parse_known_args(words)
     # argparse ends a list of words at the first option; these are the overrides that follow one
-    if args.command == "train" and not any(word.startswith("-") for word in rest):
+    if args.command in ("train", "score") and not any(word.startswith("-") for word in rest):
         args.overrides += rest
     elif rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
@@ -59,15 +60,44 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from lightning_collider.training.config import load_recipe, to_yaml
+    from lightning_collider.training.config import TrainingRecipe, load_recipe, to_yaml
 
     recipe = load_recipe(args.recipe, args.overrides)
     if args.print:
         print(to_yaml(recipe), end="")
         return
+    if isinstance(recipe, TrainingRecipe):
+        from lightning_collider.training.pretrain import run_training
+
+        run_training(recipe)
+        return
     from lightning_collider.training.run import run_recipe
 
     run_recipe(recipe)
+
+
+def _score_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a name in recipes/, or the path of a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a recipe's key")
+
+
+def _score(args: argparse.Namespace) -> None:
+    from lightning_collider.training.config import load_training
+    from lightning_collider.training.scoring import score
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    print(score(load_training(args.recipe, args.overrides), world=world))
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, help="folder of a run, or one of its checkpoints")
+    parser.add_argument("dir", type=Path, help="receives the Hugging Face folder")
+
+
+def _export(args: argparse.Namespace) -> None:
+    from lightning_collider.training.export import export
+
+    print(f"{args.dir} from {export(args.checkpoint, args.dir)}")
 
 
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +148,8 @@ COMMANDS: dict[
     tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]],
 ] = {
     "train": ("run a recipe, or go on where it stopped", _train_arguments, _train),
+    "score": ("store the reference model's losses of a recipe's data", _score_arguments, _score),
+    "export": ("write a checkpoint as a Hugging Face folder", _export_arguments, _export),
     "eval": ("score a checkpoint on held-out problems, by lm-eval", _eval_arguments, _eval),
     "build": ("compile the C++ extension ahead of time", _no_arguments, _build),
     "bench": ("time our backward against Hugging Face's", _bench_arguments, _bench),

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightning_collider.filtering.scores import ScoreStore
 from lightning_collider.filtering.state import marks_of
 from lightning_collider.filtering.token_filter import TokenFilter
 from lightning_collider.nn.causal_lm import FilteredCausalLM
@@ -48,7 +49,7 @@ class Filtering:
         self,
         keep: float,
         selector: str | Callable[..., Tensor] | None,
-        reference: nn.Module | str | Path | None,
+        reference: nn.Module | str | Path | ScoreStore | None,
         engine: str,
         **choices: Any,
     ) -> None:
