@@ -5,6 +5,7 @@ Each imports what it needs itself, so that one sub-command does not wait for ano
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,34 +46,38 @@ def _parse(words: list[str]) -> argparse.Namespace:
             add_arguments(sub)
     args, rest = parser.parse_known_args(words)
     # argparse ends a list of words at the first option; these are the overrides that follow one
-    if args.command == "train" and not any(word.startswith("-") for word in rest):
+    if hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
         args.overrides += rest
     elif rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     return args
 
 
-def _train_arguments(parser: argparse.ArgumentParser) -> None:
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a name in recipes/, or the path of a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a recipe's key")
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe_arguments(parser)
     parser.add_argument("--print", action="store_true", help="show the resolved recipe and stop")
 
 
 def _train(args: argparse.Namespace) -> None:
-    from lightning_collider.training.config import load_recipe, to_yaml
+    from lightning_collider.training.config import TrainingRecipe, load_recipe, to_yaml
 
     recipe = load_recipe(args.recipe, args.overrides)
     if args.print:
         print(to_yaml(recipe), end="")
         return
+    if isinstance(recipe, TrainingRecipe):
+        from lightning_collider.training.pretrain import run_training
+
+        run_training(recipe)
+        return
     from lightning_collider.training.run import run_recipe
 
     run_recipe(recipe)
-
-
-def _explain_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a name in recipes/, or the path of a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a recipe's key")
 
 
 def _explain(args: argparse.Namespace) -> None:
@@ -80,6 +85,25 @@ def _explain(args: argparse.Namespace) -> None:
     from lightning_collider.training.explain import explain
 
     print(explain(load_recipe(args.recipe, args.overrides)))
+
+
+def _score(args: argparse.Namespace) -> None:
+    from lightning_collider.training.config import load_training
+    from lightning_collider.training.scoring import score
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    print(score(load_training(args.recipe, args.overrides), world=world))
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, help="folder of a run, or one of its checkpoints")
+    parser.add_argument("dir", type=Path, help="receives the Hugging Face folder")
+
+
+def _export(args: argparse.Namespace) -> None:
+    from lightning_collider.training.export import export
+
+    print(f"{args.dir} from {export(args.checkpoint, args.dir)}")
 
 
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +154,9 @@ COMMANDS: dict[
     tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]],
 ] = {
     "train": ("run a recipe, or go on where it stopped", _train_arguments, _train),
-    "explain": ("what is filtered in a recipe's model, and why not", _explain_arguments, _explain),
+    "explain": ("what is filtered in a recipe's model, and why not", _recipe_arguments, _explain),
+    "score": ("store the reference model's losses of a recipe's data", _recipe_arguments, _score),
+    "export": ("write a checkpoint as a Hugging Face folder", _export_arguments, _export),
     "eval": ("score a checkpoint on held-out problems, by lm-eval", _eval_arguments, _eval),
     "build": ("compile the C++ extension ahead of time", _no_arguments, _build),
     "bench": ("time our backward against Hugging Face's", _bench_arguments, _bench),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_collider.filtering import selectors
 from lightning_collider.filtering.reference import LiveReference
+from lightning_collider.filtering.scores import ScoreStore
 from lightning_collider.filtering.state import check_keep
 
 NAMES = ("excess_loss", "top_loss", "random", "threshold")
@@ -26,7 +27,8 @@ class TokenFilter:
             ``(losses, reference_losses, labels) -> bool (B, T)``, in which losses are detached
             float (B, T) and reference_losses is None without a reference.
         keep: fraction of the rows with a target that stays, in (0, 1].
-        reference: frozen model (module or folder) for reference losses; not needed where each batch
+        reference: frozen model (module or folder) for reference losses, or a ScoreStore of losses
+            computed before, for batches with their ``row`` numbers; not needed where each batch
             brings ``reference_losses``.
         over: rank over the "batch" (of one rank and micro-step) or over each "sequence".
         keep_warmup_steps: optimizer steps over which the fraction falls linearly from 1 to keep.
@@ -41,7 +43,7 @@ class TokenFilter:
         self,
         selector: str | Callable[..., Tensor],
         keep: float = 0.6,
-        reference: nn.Module | str | Path | None = None,
+        reference: nn.Module | str | Path | ScoreStore | None = None,
         over: str = "batch",
         keep_warmup_steps: int = 0,
         threshold: float | None = None,
@@ -62,7 +64,12 @@ class TokenFilter:
             )
         self.selector = selector
         self.keep = keep
-        self.reference = None if reference is None else LiveReference(reference)
+        self.store = reference if isinstance(reference, ScoreStore) else None
+        self.reference = (
+            None
+            if reference is None or isinstance(reference, ScoreStore)
+            else LiveReference(reference)
+        )
         self.over = over
         self.keep_warmup_steps = keep_warmup_steps
         self.threshold = threshold
@@ -71,6 +78,14 @@ class TokenFilter:
         self.forwards = 0  # forwards since then: the micro-batches of a step draw different rows
         self.rank = 0
         self.stored: Tensor | None = None  # the batch's reference losses, when the Trainer has them
+
+    def bring(self, batch: object) -> None:
+        """Take the reference losses of a batch (a dict) that has some, or whose rows are stored."""
+        self.stored = None
+        if isinstance(batch, dict):
+            self.stored = batch.get("reference_losses")
+            if self.stored is None and self.store is not None and "row" in batch:
+                self.stored = self.store.losses(batch["row"])
 
     def advance(self, step: int) -> None:
         """Say how many optimizer steps have been done."""
@@ -140,6 +155,11 @@ class TokenFilter:
             return stored.to(labels.device)
         if self.reference is None:
             if self.selector == "excess_loss":
+                if self.store is not None:
+                    raise ValueError(
+                        'the stored reference losses are found by the batch\'s "row" (B,), which '
+                        "this batch lacks; or pass reference_losses=store.losses(rows)"
+                    )
                 raise ValueError(
                     "selector='excess_loss' compares with a reference: give reference=a model or "
                     "its folder, or batches with reference_losses"

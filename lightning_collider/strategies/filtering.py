@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightning_collider.filtering.scores import ScoreStore
 from lightning_collider.filtering.state import marks_of
 from lightning_collider.filtering.token_filter import TokenFilter
 from lightning_collider.nn.causal_lm import FilteredCausalLM
@@ -57,7 +58,7 @@ class Filtering:
         self,
         keep: float = 1.0,
         selector: str | Callable[..., Tensor] | None = None,
-        reference: nn.Module | str | Path | None = None,
+        reference: nn.Module | str | Path | ScoreStore | None = None,
         engine: str = "cpp",
         **choices: Any,
     ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from lightning_collider.filtering.scores import ScoreStore
 from lightning_collider.strategies.filtering import Filtering, check_precision
 from lightning_collider.strategies.sharding import (
     check_sharding,
@@ -42,8 +43,7 @@ class FilteredSteps(ParallelStrategy):
         if token_filter is None:
             return super().training_step(*args, **kwargs)
         token_filter.advance(self._trainer.global_step)
-        batch = args[0] if args else None
-        token_filter.stored = batch.get("reference_losses") if isinstance(batch, dict) else None
+        token_filter.bring(args[0] if args else None)
         try:
             return super().training_step(*args, **kwargs)
         finally:
@@ -89,7 +89,8 @@ class ColliderStrategy(FilteredSteps, ModelParallelStrategy):
         selector: "excess_loss" (RHO-1), "top_loss", "random", "threshold", a callable
             ``(losses, reference_losses, labels) -> bool (B, T)``, or None: dense until
             ``backward_filter`` is called in ``training_step``.
-        reference: frozen causal LM (module or folder) for "excess_loss".
+        reference: frozen causal LM (module or folder) for "excess_loss", or a ScoreStore, which
+            finds the losses of a batch by its ``batch["row"]``.
         sharding: "auto" or "full" (over all devices), "hybrid" (a copy a node, sharded inside it),
             or "none" (a copy a device, as DDP).
         engine: "cpp", or "oracle": plain autograd, slow and exact, without a compiler.
@@ -115,7 +116,7 @@ class ColliderStrategy(FilteredSteps, ModelParallelStrategy):
         self,
         keep: float = 1.0,
         selector: str | Callable[..., Tensor] | None = None,
-        reference: nn.Module | str | Path | None = None,
+        reference: nn.Module | str | Path | ScoreStore | None = None,
         sharding: str = "auto",
         engine: str = "cpp",
         over: str = "batch",

@@ -1,27 +1,23 @@
-"""What a recipe may say: its keys with their types, and how a YAML file becomes a checked Recipe.
+"""Recipes: a comparison of arms on text of its own (here), or one training run (settings.py).
 
-A recipe names every key it uses; only an arm has defaults, which mean "not filtered". A short
-recipe takes its missing keys from another one with `defaults: [quickstart]` at its top.
+`load_recipe` tells them apart by the key `kind`. A comparison names every key it uses; only an arm
+has defaults, which mean "not filtered".
 """
 
 import dataclasses
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import MISSING, OmegaConf
 
-import lightning_collider.recipes
+from lightning_collider.training import settings
+from lightning_collider.training.schema import read_recipe, to_object
+from lightning_collider.training.settings import ENGINES, ON_NAN, OVER, PRECISIONS, TrainingRecipe
 from lightning_collider.training.sources import SOURCES
 
 SELECTORS = ("none", "excess_loss", "top_loss", "random")
-OVER = ("batch", "sequence")
-ENGINES = ("cpp", "oracle")
-PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 
 
 @dataclass
@@ -57,6 +53,7 @@ class TrainConfig:
     precision: str = MISSING  # Lightning's name, one of PRECISIONS
     log_every: int = MISSING  # optimizer steps between two rows of the log
     checkpoint_every: int = MISSING  # optimizer steps between two checkpoints
+    on_nan: str = MISSING  # one of ON_NAN: what to do with a gradient that is not finite
 
 
 @dataclass
@@ -80,6 +77,7 @@ class EvalConfig:
 
 @dataclass
 class Recipe:
+    kind: str = "comparison"  # tells this recipe from one training run
     name: str = MISSING  # title of the table
     out: str = MISSING  # folder of the run
     seed: int = MISSING  # of the corpus, of the initial weights and of the data order
@@ -91,135 +89,64 @@ class Recipe:
     eval: EvalConfig = MISSING
 
 
-def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> Recipe | TrainingRecipe:
     """Read a recipe by its name in recipes/ or by its path, apply `key=value` overrides, check it.
 
     Raises FileNotFoundError for an unknown recipe and ValueError for a key that is unknown,
     missing, of the wrong type or out of range. The message names the key.
     """
-    given: Any = _read_with_defaults(find_recipe(name_or_path), ())
-    try:
-        given = OmegaConf.merge(given, *(_parse_override(o) for o in overrides or []))
-        _refuse_unknown_keys(OmegaConf.to_container(given))
-        merged = OmegaConf.merge(OmegaConf.structured(Recipe), given)
-        missing = sorted(OmegaConf.missing_keys(merged))
-        if missing:
-            raise ValueError(
-                f"recipe {name_or_path!r} lacks {', '.join(missing)}. Add the key, or start the "
-                "recipe with `defaults: [quickstart]` to take what it lacks from there."
-            )
-        recipe = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"recipe key {error.full_key!r}: {_first_line(error)}") from error
-    assert isinstance(recipe, Recipe)
-    _check_ranges(recipe)
+    given = read_recipe(name_or_path, overrides or [])
+    kind = given.get("kind", "comparison")
+    if kind not in KINDS:
+        raise ValueError(f"recipe key 'kind' must be one of {', '.join(KINDS)}, not {kind!r}")
+    recipe = to_object(KINDS[kind], given, name_or_path)
+    checks = _checks(recipe) if isinstance(recipe, Recipe) else settings.checks(recipe)
+    for message, holds in checks:
+        if not holds:
+            raise ValueError(f"recipe {recipe.name!r}: {message}")
     return recipe
 
 
-def find_recipe(name_or_path: str) -> Path:
-    """Path of a recipe given by name or by path; FileNotFoundError lists the names there are."""
-    folder = Path(lightning_collider.recipes.__file__).parent
-    for path in (folder / f"{name_or_path}.yaml", Path(name_or_path)):
-        if path.is_file():
-            return path
-    names = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-    raise FileNotFoundError(
-        f"no recipe {name_or_path!r}: give one of the names [{names}] or the path of a YAML file"
-    )
+def load_comparison(name_or_path: str, overrides: list[str] | None = None) -> Recipe:
+    """`load_recipe` for a recipe that compares arms, such as the quickstart."""
+    recipe = load_recipe(name_or_path, overrides)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe {name_or_path!r} is one training run, and has no arms to compare")
+    return recipe
 
 
-def to_dict(recipe: Recipe) -> dict[str, Any]:
+def load_training(name_or_path: str, overrides: list[str] | None = None) -> TrainingRecipe:
+    """`load_recipe` for a recipe that is one training run, such as tinyllama-1.1b."""
+    recipe = load_recipe(name_or_path, overrides)
+    if not isinstance(recipe, TrainingRecipe):
+        raise ValueError(
+            f"recipe {name_or_path!r} compares runs on text of its own; this command is for a "
+            "recipe with `kind: training`, such as smollm2-135m"
+        )
+    return recipe
+
+
+def to_dict(recipe: Recipe | TrainingRecipe) -> dict[str, Any]:
     """The recipe as nested plain dicts and lists, as it is written to YAML and JSON."""
     return dataclasses.asdict(recipe)
 
 
-def to_yaml(recipe: Recipe) -> str:
+def to_yaml(recipe: Recipe | TrainingRecipe) -> str:
     """The resolved recipe as YAML text that `load_recipe` reads back to an equal recipe."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(recipe)))
 
 
-def _read_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
-    """One YAML file merged over the recipes it lists under `defaults`, later over earlier."""
-    if path.resolve() in seen:
-        raise ValueError(f"{path}: its defaults lead back to itself")
-    try:
-        given = OmegaConf.load(path)
-    except YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(given, DictConfig):
-        raise ValueError(f"{path} must hold `key: value` lines")
-    names = given.pop("defaults", ListConfig([]))
-    if not isinstance(names, ListConfig):
-        raise ValueError(
-            f"{path}: defaults must be a list of recipes, as in defaults: [quickstart]"
-        )
-    parents = [_read_with_defaults(find_recipe(n), (*seen, path.resolve())) for n in names]
-    merged = OmegaConf.merge(*parents, given)
-    assert isinstance(merged, DictConfig)
-    return merged
+KINDS: dict[str, type] = {"comparison": Recipe, "training": TrainingRecipe}
 
 
-def _parse_override(override: str) -> DictConfig:
-    key, equals, _ = override.partition("=")
-    if not equals or not key:
-        raise ValueError(f"override {override!r} must read key=value, for example train.steps=100")
-    try:
-        return OmegaConf.from_dotlist([override])
-    except YAMLError as error:
-        raise ValueError(f"override {override!r}: the value is not valid YAML") from error
-
-
-def _known_keys(kind: Any, given: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all keys that `kind` allows; the keys of a dict come from `given`."""
-    given = given if isinstance(given, dict) else {}
-    if dataclasses.is_dataclass(kind):
-        children = get_type_hints(kind)
-    elif getattr(kind, "__origin__", None) is dict:
-        children = {str(name): get_args(kind)[1] for name in given}
-    else:
-        return
-    for name, child in children.items():
-        yield prefix + name
-        yield from _known_keys(child, given.get(name), f"{prefix}{name}.")
-
-
-def _given_keys(given: Any, prefix: str = "") -> Iterator[str]:
-    for name, value in given.items() if isinstance(given, dict) else ():
-        yield f"{prefix}{name}"
-        yield from _given_keys(value, f"{prefix}{name}.")
-
-
-def _refuse_unknown_keys(given: Any) -> None:
-    known = list(_known_keys(Recipe, given))
-    for key in _given_keys(given):
-        if key not in known:
-            raise ValueError(f"unknown recipe key {key!r}; did you mean {_nearest(key, known)!r}?")
-
-
-def _nearest(key: str, known: list[str]) -> str:
-    """The known key most like `key`; the last part counts most, so a forgotten section is found."""
-
-    def likeness(candidate: str) -> float:
-        last = difflib.SequenceMatcher(None, key.split(".")[-1], candidate.split(".")[-1]).ratio()
-        return 2 * last + difflib.SequenceMatcher(None, key, candidate).ratio()
-
-    return max(known, key=likeness)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
-def _check_ranges(recipe: Recipe) -> None:
-    """Raise ValueError for the first value that has the right type and makes no sense."""
-    checks = [*_size_checks(recipe), *_corpus_checks(recipe.corpus), *_arm_checks(recipe.arms)]
-    for message, holds in checks:
-        if not holds:
-            raise ValueError(f"recipe {recipe.name!r}: {message}")
+def _checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
+    """Pairs of a message and whether the recipe is free of the mistake it names."""
+    yield from _size_checks(recipe)
+    yield from _corpus_checks(recipe.corpus)
+    yield from _arm_checks(recipe.arms)
 
 
 def _size_checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
-    """Pairs of a message and whether the recipe is free of the mistake it names."""
     model, train = recipe.model, recipe.train
     positive = {
         "model": "hidden_size intermediate_size layers heads key_value_heads",
@@ -242,6 +169,7 @@ def _size_checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
     for key in ("warmup_steps", "final_learning_rate", "weight_decay"):
         yield f"train.{key} must not be negative", getattr(train, key) >= 0
     yield f"train.engine must be one of {', '.join(ENGINES)}", train.engine in ENGINES
+    yield f"train.on_nan must be one of {', '.join(ON_NAN)}", train.on_nan in ON_NAN
     yield f"train.precision must be one of {', '.join(PRECISIONS)}", train.precision in PRECISIONS
 
 

@@ -2,6 +2,8 @@
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lightning_collider.training.config import Recipe
+from lightning_collider.training.config import Recipe, TrainConfig
 from lightning_collider.training.data import PackedData
 from lightning_collider.training.module import LanguageModel
 
@@ -86,11 +88,21 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
     checkpoint = newest_checkpoint(job.folder / "checkpoints")
     if checkpoint is not None:
         check_checkpoint(checkpoint, module)
-    trainer = _trainer(recipe, job)
+    trainer = make_trainer(
+        config,
+        job.strategy,
+        devices=1,
+        logger=CSVLogger(job.folder, name="log"),
+        callbacks=[
+            ModelCheckpoint(
+                job.folder / "checkpoints", "{step}", every_n_train_steps=config.checkpoint_every
+            ),
+            LearningRateMonitor(logging_interval="step"),
+            TQDMProgressBar(refresh_rate=5),
+        ],
+    )
     data = PackedData(job.rows, config.batch_size, recipe.seed)
-    with warnings.catch_warnings():
-        for message in QUIET:
-            warnings.filterwarnings("ignore", message)
+    with quiet():
         trainer.fit(module, data, ckpt_path=checkpoint)
     if trainer.is_global_zero:
         module.model.save_pretrained(job.folder / "model")
@@ -143,28 +155,29 @@ def check_checkpoint(path: Path, module: LanguageModel) -> None:
             )
 
 
-def _trainer(recipe: Recipe, job: Job) -> L.Trainer:
-    config = recipe.train
+def make_trainer(config: TrainConfig, strategy: Strategy, **settings: Any) -> L.Trainer:
+    """A Trainer for `config.steps` steps over a loader that ends there; `settings` add to it."""
     # Lightning's notes on devices and its advertisements would bury the stages of the run.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     return L.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",  # "auto" may take a Mac's GPU
-        devices=1,
-        strategy=job.strategy,
+        strategy=strategy,
         precision=cast(Any, config.precision),  # its names are checked with the recipe
         max_epochs=1,
-        max_steps=job.steps,
+        max_steps=config.steps,
         accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.clip_norm,
         log_every_n_steps=config.log_every,
-        logger=CSVLogger(job.folder, name="log"),
-        callbacks=[
-            ModelCheckpoint(
-                job.folder / "checkpoints", "{step}", every_n_train_steps=config.checkpoint_every
-            ),
-            LearningRateMonitor(logging_interval="step"),
-            TQDMProgressBar(refresh_rate=5),
-        ],
         enable_model_summary=False,
-        use_distributed_sampler=False,  # BatchOrder divides the rows among the ranks itself
+        use_distributed_sampler=False,  # the data modules divide the rows among the ranks
+        **settings,
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide warnings of Lightning's that would mislead here."""
+    with warnings.catch_warnings():
+        for message in QUIET:
+            warnings.filterwarnings("ignore", message)
+        yield

@@ -8,14 +8,25 @@ from typing import Any
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
-from lightning_collider.training.config import Recipe, to_dict, to_yaml
+from lightning_collider.training.config import Recipe, TrainingRecipe, to_dict, to_yaml
 from lightning_collider.training.files import write_text
 
 LOCK = ".lock"
+# Keys that change no number of a run, so that one may go on with other values.
+FREE_KEYS = (
+    "out",
+    "data.folder",
+    "data.verify",
+    "trainer.on_nan",
+    "trainer.log_every",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "trainer.validation_batches",
+)
 
 
 @contextmanager
-def claimed(recipe: Recipe) -> Iterator[Path]:
+def claimed(recipe: Recipe | TrainingRecipe) -> Iterator[Path]:
     """Hold the recipe's run folder for this process, making it if it is not there.
 
     Raises FileExistsError when the folder holds the run of another recipe (the keys that differ are
@@ -26,12 +37,16 @@ def claimed(recipe: Recipe) -> Iterator[Path]:
     if folder.exists() and not recipe_file.is_file():
         if not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir()):
             raise FileExistsError(f"{folder} holds something else than a run: use out=OTHER")
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise RuntimeError(f"another process works in {folder}: wait, or use out=OTHER") from error
+    except OSError as error:
+        raise OSError(
+            f"cannot write to {folder} ({error.strerror}): use out=OTHER, or change its permissions"
+        ) from error
     try:
         if recipe_file.is_file():
             _refuse_other_recipe(recipe, recipe_file)
@@ -42,11 +57,12 @@ def claimed(recipe: Recipe) -> Iterator[Path]:
         lock.release()
 
 
-def _refuse_other_recipe(recipe: Recipe, file: Path) -> None:
+def _refuse_other_recipe(recipe: Recipe | TrainingRecipe, file: Path) -> None:
     """Raise FileExistsError with the differences if `file` is another recipe than this one."""
     wanted, found = _flat(to_dict(recipe)), _flat(OmegaConf.to_container(OmegaConf.load(file)))
     for keys in (wanted, found):
-        keys.pop("out", None)  # a moved folder is still the same run
+        for key in FREE_KEYS:
+            keys.pop(key, None)
     different = [
         f"  {key}: {found.get(key, 'absent')} there, {wanted.get(key, 'absent')} here"
         for key in sorted(wanted.keys() | found.keys())

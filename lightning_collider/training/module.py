@@ -6,11 +6,14 @@ the strategy's affair; the module only reads what the output says of it, to repo
 
 import math
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, SumMetric
 from transformers import PreTrainedModel
 
@@ -28,6 +31,16 @@ def cosine_with_warmup(step: int, config: TrainConfig) -> float:
     final = config.final_learning_rate / config.learning_rate
     progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What of a batch goes to the model; the strategy and the log read the rest."""
+    return {k: batch[k] for k in ("input_ids", "labels", "position_ids") if k in batch}
+
+
+def kept_share(row: dict[str, float]) -> float:
+    """Kept rows over input tokens of a row of the log."""
+    return row["kept_per_s"] / row["tokens_per_s"]
 
 
 class Meter(nn.Module):
@@ -103,9 +116,13 @@ class LanguageModel(L.LightningModule):
         self.model = model
         self.config = config
         self.meter = Meter()
+        self.describe: Callable[[int], str] = str  # says where a row of the data lies
+        self.window_rows: list[int] = []  # rows of this optimizer step, on this rank
+        self.step_numbers: dict[str, float] = {}
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        out = self.model(**batch, use_cache=False)
+        self.window_rows += batch["row"].tolist() if "row" in batch else []
+        out = self.model(**inputs_of(batch), use_cache=False)
         self.meter.update(out, batch["labels"])
         return out.loss
 
@@ -116,7 +133,49 @@ class LanguageModel(L.LightningModule):
         at_step = (batch_idx + 1) % self.config.accumulate == 0
         step = self.trainer.global_step
         if at_step and (step % self.config.log_every == 0 or step == self.trainer.max_steps):
-            self.log_dict(self.meter.flush(), prog_bar=True)
+            row = self.meter.flush()
+            self.log_dict(row, prog_bar=True)
+            self.log_dict(self.step_numbers | {"kept_share": kept_share(row)})
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        loss = self.model(**inputs_of(batch), use_cache=False).loss
+        self.log("validation_loss", loss, sync_dist=True, batch_size=len(batch["input_ids"]))
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the norm of the whole gradient, which is logged; report one that is not finite.
+
+        Raises ValueError for such a gradient where `config.on_nan` is "stop".
+        """
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        value = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        rate = optimizer.param_groups[0]["lr"]
+        self.step_numbers = {"gradient_norm": value, "learning_rate": rate}
+        if not math.isfinite(value):
+            self._refuse_gradient(parameters)
+        elif gradient_clip_val is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+        self.window_rows = []
+
+    def _refuse_gradient(self, parameters: list[nn.Parameter]) -> None:
+        places = "; ".join(self.describe(row) for row in self.window_rows)
+        what = (
+            f"the gradient of optimizer step {self.trainer.global_step + 1} is not finite. Its "
+            f"sequences on rank {self.trainer.global_rank}: {places or 'unknown'}"
+        )
+        if self.config.on_nan == "stop":
+            raise ValueError(
+                f"{what}. The weights are those before this step; start the same command with "
+                "on_nan=skip to leave the step out"
+            )
+        warnings.warn(f"{what}. The step is left out", stacklevel=2)
+        for p in parameters:
+            p.grad = None  # the optimizer passes over parameters without a gradient
 
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.ndim >= 2]

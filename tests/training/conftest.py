@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_collider.training.config import Recipe, load_recipe
+from lightning_collider.training.config import Recipe, load_comparison
 
 TINY = [
     "corpus.sequence_length=64",
@@ -31,7 +31,7 @@ def tiny_in():
     """Function that makes a tiny quickstart recipe with its run in a given folder."""
 
     def make(folder: Path, *overrides: str) -> Recipe:
-        return load_recipe("quickstart", [*TINY, f"out={folder}", *overrides])
+        return load_comparison("quickstart", [*TINY, f"out={folder}", *overrides])
 
     return make
 

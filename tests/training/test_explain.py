@@ -1,5 +1,7 @@
 """``collider explain``: the coverage of a recipe's model, before anything is trained."""
 
+import pytest
+
 from lightning_collider import cli
 from lightning_collider.training.config import load_recipe
 from lightning_collider.training.explain import explain
@@ -13,6 +15,13 @@ def test_quickstart_is_filtered_throughout(capsys):
     # Embedding's output and the last norm's; norm, attention, sum, norm, MLP, sum a layer.
     assert "14 of 14 hidden states with compact gradients" in printed
     assert "dense:" not in printed and "full size:" not in printed
+
+
+@pytest.mark.parametrize("recipe", ["tinyllama-1.1b", "qwen2.5-1.5b", "phi1.5-1.4b"])
+def test_the_papers_models_are_filtered_throughout(recipe):
+    covered = explain(load_recipe(recipe))
+    assert covered.dense == {} and covered.share == 1.0
+    assert covered.edges and not [reason for _, reason in covered.edges if reason]
 
 
 def test_the_oracle_engine_is_dense_and_says_why():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_collider.training.config import load_recipe
+from lightning_collider.training.config import load_comparison
 from lightning_collider.training.data import BatchOrder, PackedRows
 from lightning_collider.training.module import LanguageModel, Meter, cosine_with_warmup
 
@@ -24,7 +24,7 @@ from lightning_collider.training.module import LanguageModel, Meter, cosine_with
     ],
 )
 def test_learning_rate(step, rate):
-    config = load_recipe(
+    config = load_comparison(
         "quickstart",
         [
             "train.steps=20",
@@ -37,13 +37,13 @@ def test_learning_rate(step, rate):
 
 
 def test_no_warmup_starts_at_the_top():
-    config = load_recipe("quickstart", ["train.warmup_steps=0"]).train
+    config = load_comparison("quickstart", ["train.warmup_steps=0"]).train
     assert cosine_with_warmup(0, config) == 1
 
 
 def test_only_matrices_decay():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
-    config = load_recipe("quickstart", ["train.weight_decay=0.3"]).train
+    config = load_comparison("quickstart", ["train.weight_decay=0.3"]).train
     groups = LanguageModel(model, config).configure_optimizers()["optimizer"].param_groups
     decay = {tuple(p.shape): group["weight_decay"] for group in groups for p in group["params"]}
     assert decay == {(2, 3): 0.3, (2,): 0.0}

@@ -1,0 +1,97 @@
+"""Stored reference losses: computed once for a data set, read instead of running the reference.
+
+    FOLDER/about.json            which tokens and which reference, (rows, T), type, rows of a block
+    FOLDER/block-00000.npy       (rows of a block, T) losses of the prediction made at each position
+
+A block is written in one piece, so what is there is right, and ranks on several machines may write
+blocks of one store at the same time.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 256  # rows of a block of a new store
+
+
+class ScoreStore:
+    """Reference losses of the rows of a data set.
+
+    Args:
+        folder: as `collider score` leaves it.
+        tokens, reference: keys that the store must have been made for; None: any.
+
+    Raises:
+        FileNotFoundError: no store in the folder, or blocks are missing.
+        ValueError: it belongs to other tokens or to another reference.
+    """
+
+    def __init__(self, folder: str | Path, tokens: str | None = None, reference: str | None = None):
+        self.folder = Path(folder)
+        self.about = read_about(self.folder)
+        for key, value in (("tokens", tokens), ("reference", reference)):
+            if value is not None and self.about[key] != value:
+                raise ValueError(
+                    f"{self.folder} holds losses for other {key} ({self.about[key][:12]}, needed "
+                    f"{value[:12]}): run `collider score` for this recipe"
+                )
+        missing = missing_blocks(self.folder, self.about)
+        if missing:
+            raise FileNotFoundError(
+                f"{self.folder} lacks {len(missing)} blocks of losses: run `collider score` again, "
+                "which goes on where it stopped"
+            )
+        self._blocks: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        """Rows."""
+        return self.about["shape"][0]
+
+    def losses(self, rows: Tensor | Sequence[int]) -> Tensor:
+        """Losses of some rows by their numbers: float32 (B, T)."""
+        numbers = rows.tolist() if isinstance(rows, Tensor) else rows
+        return torch.from_numpy(np.stack([self._row(n) for n in numbers]).astype(np.float32))
+
+    def _row(self, number: int) -> np.ndarray:
+        if not 0 <= number < len(self):
+            raise ValueError(f"{self.folder} has {len(self)} rows, there is no row {number}")
+        block, place = divmod(number, self.about["block"])
+        if block not in self._blocks:
+            self._blocks[block] = np.load(block_path(self.folder, block), mmap_mode="r")
+        return self._blocks[block][place]
+
+
+def block_path(folder: Path, number: int) -> Path:
+    return folder / f"block-{number:05d}.npy"
+
+
+def missing_blocks(folder: Path, about: dict[str, Any]) -> list[int]:
+    """Numbers of the blocks that are still to be computed."""
+    count = -(-about["shape"][0] // about["block"])
+    return [n for n in range(count) if not block_path(folder, n).is_file()]
+
+
+def write_block(folder: Path, number: int, losses: Tensor, kind: str) -> None:
+    """Store one block of losses (rows, T) as `kind`, "float16" or "float32"."""
+    path = block_path(folder, number)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with draft.open("wb") as file:
+        np.save(file, losses.numpy().astype(kind))
+    os.replace(draft, path)
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What a store says of itself. Raises FileNotFoundError when there is none."""
+    path = folder / "about.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no stored reference losses in {folder}: run `collider score RECIPE` first, or set "
+            "filter.stored_losses=false to run the reference model beside"
+        )
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,124 @@
+"""What makes a long run comfortable: one file of numbers, clean stops, and reproducible steps."""
+
+import json
+import os
+import signal
+import threading
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_collider.training.files import write_text
+
+
+class MetricsFile(Logger):
+    """A logger that appends each row of the log to a JSON-lines file, `step` counting from 1.
+
+    Args:
+        path: the file; rows behind step `resumed` are of a part of the run that is trained again,
+            and are taken out of it.
+    """
+
+    def __init__(self, path: Path, resumed: int = 0):
+        super().__init__()
+        self.path = path
+        if rank_of_process() == 0 and path.is_file():
+            rows = [line for line in path.read_text().splitlines() if _step(line) <= resumed]
+            write_text(path, "".join(f"{row}\n" for row in rows))
+
+    @property
+    def name(self) -> str:
+        return "metrics"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *_: Any, **__: Any) -> None:
+        """The recipe is in the run's folder already."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        row = {"step": (step or 0) + 1, **{k: v for k, v in metrics.items() if k != "epoch"}}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except ValueError:  # the run was killed while it wrote this line
+        return float("inf")
+
+
+class StopOnSignal(L.Callback):
+    """Ends the run behind the current optimizer step on SIGTERM, or SLURM's SIGUSR1 before a limit.
+
+    `received` is the signal's name afterwards. All ranks stop at the same step, whichever of them
+    got the signal. Checkpoints saves when it sees the Trainer stop.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[int, Any] = {}
+        self._seen = -1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._seen = trainer.global_step
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.received = signal.Signals(number).name
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._seen:
+            return
+        self._seen = trainer.global_step
+        if self._any_rank(trainer, pl_module.device):
+            self.received = self.received or "a signal to another rank"
+            trainer.should_stop = True
+
+    def _any_rank(self, trainer: L.Trainer, device: torch.device) -> bool:
+        if trainer.world_size == 1:
+            return self.received is not None
+        flag = torch.tensor(float(self.received is not None), device=device)
+        torch.distributed.all_reduce(flag)
+        return bool(flag > 0)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+class StepSeed(L.Callback):
+    """Makes the random numbers of a micro-batch (dropout) a function of seed, number and rank.
+
+    So a resumed run draws the same ones, without a generator's state in the checkpoint.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        torch.manual_seed(hash((self.seed, batch_idx, trainer.global_rank)) & (2**63 - 1))
+
+
+def rank_of_process() -> int:
+    """The rank that torchrun, SLURM or Lightning's launcher gave to this process, before set-up."""
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0

@@ -1,0 +1,130 @@
+"""Checkpoints that a kill cannot spoil: written under a temporary name, renamed in one act.
+
+    FOLDER/step=00000100/state.ckpt    a file, or a folder with one part a rank
+    FOLDER/step=00000100/about.json    whose it is, and size and checksum of each file
+
+A folder `step=...` is complete by construction; what was damaged since is found by its checksums.
+"""
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_collider.training.files import read_json, sha256, write_json
+
+STATE, ABOUT = "state.ckpt", "about.json"
+
+
+class Checkpoints(Checkpoint):
+    """Saves every `every` optimizer steps, at the last one, and where the Trainer is told to stop.
+
+    Args:
+        folder: receives the checkpoints.
+        every: optimizer steps between two of them.
+        keep: how many of the newest stay.
+        identity: what a checkpoint must have in common with a run that goes on from it.
+    """
+
+    def __init__(self, folder: Path, every: int, keep: int, identity: dict[str, Any]):
+        self.folder, self.every, self.keep, self.identity = folder, every, keep, identity
+        self._seen = -1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._seen = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if step == self._seen:
+            return  # inside an accumulation window
+        self._seen = step
+        if step % self.every == 0 or step == trainer.max_steps or trainer.should_stop:
+            self.save(trainer)
+
+    def save(self, trainer: L.Trainer) -> None:
+        """Write the checkpoint of this step. Raises OSError when that fails; older ones stay."""
+        target = checkpoint_path(self.folder, trainer.global_step)
+        draft = target.with_name(target.name + ".part")
+        try:
+            if trainer.is_global_zero:
+                shutil.rmtree(draft, ignore_errors=True)
+                draft.mkdir(parents=True)
+            trainer.strategy.barrier()
+            trainer.save_checkpoint(draft / STATE)
+            trainer.strategy.barrier()
+            if trainer.is_global_zero:
+                self._finish(draft, target, trainer.global_step)
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            last = complete_steps(self.folder)
+            kept = f"that of step {last[-1]} is complete" if last else "there is none before it"
+            raise OSError(
+                f"cannot write the checkpoint {target} ({error}); {kept}. Free space or correct "
+                "the permissions, and start the same command to go on from there"
+            ) from error
+        trainer.strategy.barrier()
+
+    def _finish(self, draft: Path, target: Path, step: int) -> None:
+        files = {
+            str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            for path in sorted(draft.rglob("*"))
+            if path.is_file()
+        }
+        write_json(draft / ABOUT, {"step": step, "identity": self.identity, "files": files})
+        for path in (p for p in draft.rglob("*") if p.is_file()):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(draft, target)
+        for old in complete_steps(self.folder)[: -self.keep]:
+            shutil.rmtree(checkpoint_path(self.folder, old))
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step={step:08d}"
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps whose checkpoint was written to its end, in order."""
+    found = (path.parent.name for path in folder.glob(f"step=*/{ABOUT}"))
+    return sorted(int(n.removeprefix("step=")) for n in found if not n.endswith(".part"))
+
+
+def newest_usable(folder: Path, identity: dict[str, Any]) -> Path | None:
+    """The newest checkpoint that is whole and this run's, or None; says what is wrong with others.
+
+    Those newer than the one returned are moved aside, so that the run does not stumble over them.
+    """
+    for step in reversed(complete_steps(folder)):
+        path = checkpoint_path(folder, step)
+        fault = why_unusable(path, identity)
+        if fault is None:
+            return path
+        aside = path.with_name(f"unusable-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
+        warnings.warn(f"{path} {fault}: the checkpoint before it is used", stacklevel=2)
+    return None
+
+
+def why_unusable(path: Path, identity: dict[str, Any] | None = None) -> str | None:
+    """What is wrong with a checkpoint folder, or None."""
+    try:
+        about = read_json(path / ABOUT)
+        files, theirs = about["files"], about["identity"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"has no readable {ABOUT}"
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != expected["bytes"]:
+            return f"is truncated ({name})"
+        if sha256(file) != expected["sha256"]:
+            return f"is damaged ({name} differs from its checksum)"
+    for key, value in (identity or {}).items():
+        if theirs.get(key) != value:
+            return f"is of another run (its {key} is {theirs.get(key)}, here it is {value})"
+    return None

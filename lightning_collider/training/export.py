@@ -1,0 +1,110 @@
+"""`collider export`: from a checkpoint of a run to a Hugging Face folder, on one machine.
+
+A sharded checkpoint is joined here without the ranks that wrote it; only the weights are read, so
+it needs memory for one copy of the model.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_collider.training.checkpoint import (
+    STATE,
+    checkpoint_path,
+    complete_steps,
+    why_unusable,
+)
+
+PREFIX = "model."  # the LightningModule's attribute
+EXTRA = "meta.pt"  # Lightning's file beside the shards: everything that is no weight
+
+
+def export(source: Path, target: Path) -> Path:
+    """Write the model of a run folder (its newest checkpoint) or of one checkpoint to `target`.
+
+    Returns the checkpoint used. Raises FileNotFoundError without one, FileExistsError when the
+    target has files, ValueError for a damaged checkpoint.
+    """
+    checkpoint = find_checkpoint(source)
+    if target.exists() and any(target.iterdir()):
+        raise FileExistsError(
+            f"{target} is not empty and nothing in it is overwritten: name another"
+        )
+    weights, config = read_weights(checkpoint)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), dtype=next(iter(weights.values())).dtype
+    )
+    model.load_state_dict(weights)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Whole or not at all: a folder that is there is complete.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:
+        draft = Path(work) / "model"
+        model.save_pretrained(draft)
+        tokenizer = checkpoint.parent.parent / "tokenizer"
+        if tokenizer.is_dir():
+            shutil.copytree(tokenizer, draft, dirs_exist_ok=True)
+        if target.exists():
+            target.rmdir()
+        draft.rename(target)
+    return checkpoint
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest of a run folder.
+
+    Also Lightning's own single files, which the arms of a comparison have.
+    """
+    if source.suffix == ".ckpt" or (source / STATE).exists():
+        return source
+    folder = source / "checkpoints"
+    steps = complete_steps(folder)
+    files = sorted(folder.glob("step=*.ckpt"), key=lambda p: int(p.stem.partition("=")[2]))
+    if not steps and not files:
+        raise FileNotFoundError(
+            f"{source} is no checkpoint and has no checkpoints/step=*: give the folder of a run, "
+            "for example runs/smollm2-135m"
+        )
+    return checkpoint_path(folder, steps[-1]) if steps else files[-1]
+
+
+def read_weights(checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Weights by their Hugging Face names, and the model's configuration as a dict.
+
+    Raises ValueError for a checkpoint that is damaged or not of `collider train`.
+    """
+    state = checkpoint
+    if checkpoint.is_dir():
+        fault = why_unusable(checkpoint)
+        if fault is not None:
+            raise ValueError(f"{checkpoint} {fault}: export an older one")
+        state = checkpoint / STATE
+    if state.is_dir():
+        saved, weights = torch.load(state / EXTRA, weights_only=True), _join(state)
+    else:
+        saved = torch.load(state, map_location="cpu", weights_only=True, mmap=True)
+        weights = saved["state_dict"]
+    if "model_config" not in saved:
+        raise ValueError(f"{checkpoint} was not written by `collider train`")
+    names = {n: n.removeprefix(PREFIX) for n in weights if n.startswith(PREFIX)}
+    return {short: weights[name] for name, short in names.items()}, saved["model_config"]
+
+
+def _join(folder: Path) -> dict[str, torch.Tensor]:
+    """The full weights of a sharded checkpoint, without its optimizer."""
+    reader = FileSystemReader(folder)
+    head = "state_dict."
+    described = reader.read_metadata().state_dict_metadata
+    weights = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in described.items()
+        if name.startswith(head) and isinstance(about, TensorStorageMetadata)
+    }
+    load_sharded(weights, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(head): tensor for name, tensor in weights.items()}

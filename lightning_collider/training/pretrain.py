@@ -1,0 +1,230 @@
+"""Runs a recipe of `kind: training`: data, model, Trainer; goes on where an earlier run stopped.
+
+    RUN/recipe.yaml             the resolved recipe this folder belongs to
+    RUN/tokenizer/              the tokenizer, for `collider export`
+    RUN/checkpoints/            see checkpoint.py
+    RUN/metrics.jsonl           one row of the log a line; log/ has it for others
+    RUN/model/                  the trained model as a Hugging Face folder, when all steps are done
+    RUN/train.json              its numbers; written last
+
+Every rank runs this; files are written by rank 0.
+"""
+
+import contextlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader
+
+import lightning_collider as lc
+from lightning_collider.data.packed import Schedule, Windows, schedule
+from lightning_collider.data.prepare import prepare
+from lightning_collider.filtering.scores import ScoreStore
+from lightning_collider.ops import build
+from lightning_collider.training.callbacks import (
+    MetricsFile,
+    StepSeed,
+    StopOnSignal,
+    rank_of_process,
+)
+from lightning_collider.training.checkpoint import ABOUT, STATE, Checkpoints, newest_usable
+from lightning_collider.training.config import TrainConfig
+from lightning_collider.training.export import export
+from lightning_collider.training.files import read_json, write_json
+from lightning_collider.training.fit import make_trainer, quiet
+from lightning_collider.training.folder import claimed
+from lightning_collider.training.models import build_model, load_tokenizer, local_weights
+from lightning_collider.training.module import LanguageModel
+from lightning_collider.training.scoring import open_store
+from lightning_collider.training.settings import Plan, TrainingRecipe, plan
+
+
+class WindowData(L.LightningDataModule):
+    """The batches of a run; its state in a checkpoint is the number of optimizer steps done."""
+
+    def __init__(self, recipe: TrainingRecipe, the_plan: Plan, windows: Windows, held: Any):
+        super().__init__()
+        self.config, self.plan, self.windows, self.held = recipe.trainer, the_plan, windows, held
+        weights = [source.weight for source in recipe.data.sources.values()]
+        rows = the_plan.steps * the_plan.rows_a_step
+        self.rows = schedule(windows.counts, weights, recipe.seed, rows)
+        self.steps_done = 0
+
+    def _loader(self, windows: Windows, rows: Any, done: int = 0) -> DataLoader:
+        assert self.trainer is not None
+        size = self.config.micro_batch_size
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        return DataLoader(windows, batch_sampler=Schedule(rows, size, rank, world, done))
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(self.windows, self.rows, self.steps_done * self.plan.accumulate)
+
+    def val_dataloader(self) -> Any:
+        if self.held is None:
+            return []
+        return self._loader(self.held, schedule([len(self.held)], [1.0], 0, len(self.held)))
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.trainer is not None
+        return {"steps_done": self.trainer.global_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps_done = state_dict["steps_done"]
+
+
+def run_training(recipe: TrainingRecipe) -> dict[str, Any] | None:
+    """Train to the recipe's last step, or to a SIGTERM; return the numbers, None after a stop.
+
+    Raises FileExistsError for a folder that is not this recipe's, RuntimeError for one in use.
+    """
+    first = rank_of_process() == 0
+    with claimed(recipe) if first else contextlib.nullcontext(Path(recipe.out)) as folder:
+        if (folder / "train.json").is_file():
+            if first:
+                print(f"{folder} is finished. To make another run, choose its folder: out=OTHER")
+            return read_json(folder / "train.json")
+        return _train(recipe, folder)
+
+
+def _train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any] | None:
+    if recipe.trainer.engine == "cpp":
+        build()
+    tokenizer, model = load_tokenizer(recipe.model), build_model(recipe)
+    shards = prepare(recipe, tokenizer, model.config.vocab_size)
+    windows, held = (
+        Windows(s, recipe.data.sequence_length, recipe.data.separate_documents) if s else None
+        for s in (shards["train"], shards["validation"])
+    )
+    assert windows is not None
+    the_plan = plan(recipe, len(windows))
+    identity = {"model": _plain(model.config.to_dict()), "tokens": windows.key, "seed": recipe.seed}
+    config = train_config(recipe, the_plan)
+    module = LanguageModel(model, config)
+    module.describe = windows.describe
+    with quiet():
+        checkpoint = newest_usable(folder / "checkpoints", identity)
+        resumed = 0 if checkpoint is None else read_json(checkpoint / ABOUT)["step"]
+        stop = StopOnSignal()
+        saver = Checkpoints(
+            folder / "checkpoints",
+            config.checkpoint_every,
+            recipe.trainer.keep_checkpoints,
+            identity,
+        )
+        trainer = _trainer(recipe, config, windows, folder, resumed, [stop, saver])
+        if trainer.is_global_zero:
+            tokenizer.save_pretrained(folder / "tokenizer")
+        data = WindowData(recipe, the_plan, windows, held)
+        trainer.fit(module, data, ckpt_path=None if checkpoint is None else checkpoint / STATE)
+    return _finish(trainer, module, folder, stop)
+
+
+def _finish(
+    trainer: L.Trainer, module: LanguageModel, folder: Path, stop: StopOnSignal
+) -> dict[str, Any] | None:
+    """Write model and numbers, or say that the run was stopped."""
+    done = trainer.global_step
+    if done < trainer.max_steps:
+        if trainer.is_global_zero:
+            print(f"{stop.received} at step {done}, saved: start the same command to go on")
+        return None
+    numbers = {"steps": done, **module.meter.totals, **module.meter.last}
+    if trainer.is_global_zero:
+        export(folder, folder / "model")
+        write_json(folder / "train.json", numbers)
+        print(f"{folder}: {done} steps; model/, metrics.jsonl and train.json are in it")
+    trainer.strategy.barrier()
+    return numbers
+
+
+def _trainer(
+    recipe: TrainingRecipe,
+    config: TrainConfig,
+    windows: Windows,
+    folder: Path,
+    resumed: int,
+    callbacks: list[L.Callback],
+) -> L.Trainer:
+    every = recipe.trainer.validate_every if recipe.data.validation_fraction > 0 else None
+    return make_trainer(
+        config,
+        strategy_of(recipe, windows),
+        devices=recipe.trainer.devices,
+        num_nodes=recipe.trainer.num_nodes,
+        logger=_loggers(folder, resumed),
+        callbacks=[StepSeed(recipe.seed), TQDMProgressBar(refresh_rate=5), *callbacks],
+        num_sanity_val_steps=0,
+        limit_val_batches=0 if every is None else recipe.trainer.validation_batches,
+        # Counted over the whole run, as there is one epoch of Lightning's.
+        check_val_every_n_epoch=None,
+        val_check_interval=None if every is None else every * config.accumulate,
+    )
+
+
+def _loggers(folder: Path, resumed: int) -> list[Any]:
+    loggers: list[Any] = [
+        MetricsFile(folder / "metrics.jsonl", resumed),
+        CSVLogger(folder, name="log"),
+        TensorBoardLogger(folder, name="log"),
+    ]
+    with contextlib.suppress(ModuleNotFoundError):
+        from lightning.pytorch.loggers import WandbLogger
+
+        loggers.append(WandbLogger(save_dir=folder))
+    return loggers
+
+
+def strategy_of(recipe: TrainingRecipe, windows: Windows) -> lc.ColliderStrategy:
+    """The strategy that the recipe's filter and trainer sections describe."""
+    config, trainer = recipe.filter, recipe.trainer
+    shared: dict[str, Any] = {
+        "engine": trainer.engine,
+        "sharding": trainer.sharding,
+        "save_distributed_checkpoint": trainer.sharded_checkpoints,
+    }
+    if config.selector == "none":
+        return lc.ColliderStrategy(**shared)
+    reference: ScoreStore | str | None = None
+    if config.stored_losses:
+        reference = open_store(recipe, windows)
+    elif config.selector == "excess_loss":
+        assert config.reference is not None
+        reference = local_weights(config.reference)
+    return lc.ColliderStrategy(
+        keep=config.keep,
+        selector=config.selector,
+        reference=reference,
+        over=config.over,
+        keep_warmup_steps=config.keep_warmup_steps,
+        seed=recipe.seed,
+        **shared,
+    )
+
+
+def train_config(recipe: TrainingRecipe, the_plan: Plan) -> TrainConfig:
+    """The settings of LanguageModel and Trainer that the recipe and its plan amount to."""
+    optimizer, trainer = asdict(recipe.optimizer), recipe.trainer
+    warmup = round(optimizer.pop("warmup_fraction") * the_plan.steps)
+    return TrainConfig(
+        steps=the_plan.steps,
+        batch_size=trainer.micro_batch_size,
+        accumulate=the_plan.accumulate,
+        warmup_steps=warmup,
+        engine=trainer.engine,
+        precision=trainer.precision,
+        log_every=trainer.log_every,
+        checkpoint_every=trainer.checkpoint_every,
+        on_nan=trainer.on_nan,
+        **optimizer,
+    )
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a transformers configuration that decide the shape of the weights."""
+    keys = "model_type vocab_size hidden_size intermediate_size num_hidden_layers"
+    keys += " num_attention_heads num_key_value_heads tie_word_embeddings"
+    return {key: config.get(key) for key in keys.split()}
