@@ -73,6 +73,8 @@ def load_tokenizer(source: ModelSource) -> Any:
                 "tokenizer's folder"
             )
         name = local_weights(source.weights)
+    if not name.startswith(PREFIX) and Path(name).is_absolute() and not Path(name).is_dir():
+        raise FileNotFoundError(f"no tokenizer in {name}: correct model.tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {name} has no end-of-text token to put behind documents")

@@ -1,0 +1,122 @@
+"""The table of things that go wrong in a run: each is one clear message, and nothing is lost."""
+
+import json
+import os
+import resource
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_collider import cli
+from lightning_collider.training.checkpoint import Checkpoints, complete_steps
+from lightning_collider.training.module import LanguageModel
+from lightning_collider.training.pretrain import run_training
+from tests.training.small_run import rows_of, small_recipe, write_inputs
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_inputs(tmp_path)
+    return tmp_path
+
+
+def train(folder, *overrides):
+    return cli.main(["train", str(folder / "small.yaml"), "trainer.max_steps=2", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.sources.words.path={}/nothing.jsonl"], "no file matches {}/nothing.jsonl"),
+        (["data.sources.words.path={}/tokenizer/*.bin"], "no file matches"),
+        (["data.sources.words.path=builtin:poems"], "builtin:target, builtin:general"),
+        (["data.sources.words.path=builtin:noise"], "is endless: set"),
+        (["data.sources.words.path={}/empty.jsonl"], "has no text"),
+        (["data.sources.words.template='{{body}}'"], "has no column 'body'"),
+        (["data.sequence_length=80", "trainer.batch_tokens=160"], "max_position_embeddings=64"),
+        (["model.config.vocab_size=200"], "a vocabulary of 300 tokens and the model one of 200"),
+        (["model.tokenizer={}/nowhere"], "no tokenizer in {}/nowhere"),
+        (["trainer.batch_tokens=100"], "must be a multiple of 32"),
+        (["trainer.epochs=1", "trainer.batch_tokens=65536"], "less than one optimizer step"),
+        (["out={}/words.jsonl/run"], "cannot write to {}/words.jsonl/run"),
+        (["data.folder={}/words.jsonl/data"], "cannot write to data.folder={}/words.jsonl/data"),
+    ],
+)
+def test_mistake_is_one_message(folder, capsys, overrides, message):
+    (folder / "empty.jsonl").write_text(json.dumps({"text": " "}) + "\n")
+    assert train(folder, *(o.format(folder) for o in overrides)) == 2
+    assert message.format(folder) in capsys.readouterr().err
+
+
+def test_corrupt_shard_is_named(folder, capsys):
+    assert train(folder) == 0
+    (shard,) = (folder / "data" / "words" / "train").glob("tokens-*.npy")
+    tokens = np.load(shard)
+    tokens[5] ^= 1
+    np.save(shard, tokens)
+    assert train(folder, f"out={folder}/other") == 2
+    printed = capsys.readouterr().err
+    assert f"{shard} is damaged" in printed and "tokenises it again" in printed
+
+
+def test_two_runs_in_one_folder(folder, capsys):
+    assert train(folder) == 0
+    before = rows_of(folder)
+    (folder / "run" / "train.json").unlink()  # as if it still went on
+    assert train(folder, "seed=4") == 2
+    assert "seed: 3 there, 4 here" in capsys.readouterr().err
+    assert rows_of(folder) == before
+
+
+def test_full_disk_keeps_the_checkpoints_before(folder, capsys, monkeypatch):
+    """A limit on the size of files, as a quota sets it, from the second checkpoint on."""
+    save = Checkpoints.save
+
+    def save_with_quota(self, trainer):
+        if trainer.global_step > 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        save(self, trainer)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    monkeypatch.setattr(Checkpoints, "save", save_with_quota)
+    try:
+        assert cli.main(["train", str(folder / "small.yaml")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    printed = capsys.readouterr().err
+    assert "cannot write the checkpoint" in printed and "that of step 3 is complete" in printed
+    checkpoints = folder / "run" / "checkpoints"
+    assert complete_steps(checkpoints) == [3] and len(os.listdir(checkpoints)) == 1
+    monkeypatch.undo()
+    assert run_training(small_recipe(folder))["steps"] == 12
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_gradient_that_is_not_finite(folder, capsys, monkeypatch, policy):
+    """The second micro-batch of step 3 has an infinite loss."""
+    step = LanguageModel.training_step
+
+    def spoilt(self, batch, batch_idx):
+        return step(self, batch, batch_idx) * (float("inf") if batch_idx == 9 else 1.0)
+
+    monkeypatch.setattr(LanguageModel, "training_step", spoilt)
+    words = ["train", str(folder / "small.yaml"), "trainer.max_steps=4", f"trainer.on_nan={policy}"]
+    place = f"optimizer step 3 is not finite.*{folder}/data/words/train, tokens from"
+    if policy == "stop":
+        assert cli.main(words) == 2
+        printed = capsys.readouterr().err
+        assert "optimizer step 3 is not finite" in printed and "words/train, tokens from" in printed
+    else:
+        with pytest.warns(UserWarning, match=f"(?s){place}"):
+            assert cli.main(words) == 0
+        rows = rows_of(folder)
+        assert [row["step"] for row in rows] == [1, 2, 3, 4]
+        assert not np.isfinite(rows[2]["gradient_norm"]) and np.isfinite(rows[3]["loss_all"])
+        model = torch.load(
+            folder / "run" / "checkpoints" / "step=00000004" / "state.ckpt", weights_only=True
+        )["state_dict"]
+        assert all(torch.isfinite(weight).all() for weight in model.values())
