@@ -39,9 +39,12 @@ def naive_loss(model, ids, labels, starts, bag_size, weights=None, **inputs):
     """Sum over rows, bags and targets of cross-entropy, over the weight of the valid pairs."""
     weights = [1.0] * bag_size if weights is None else weights.tolist()
     rows = [naive_bags(*row, bag_size) for row in zip(ids, labels, starts, strict=True)]
-    table = model.get_input_embeddings().weight
+    embed = model.get_input_embeddings()
     embeds = torch.stack(
-        [torch.stack([table[tokens].sum(0) / len(tokens) for tokens, _ in row]) for row in rows]
+        [
+            torch.stack([embed(torch.tensor(tokens)).sum(0) / len(tokens) for tokens, _ in row])
+            for row in rows
+        ]
     )
     logits = model(inputs_embeds=embeds, use_cache=False, **inputs).logits
     total, count = 0.0, 0.0
