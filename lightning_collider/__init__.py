@@ -1,6 +1,6 @@
 """lightning-collider: token-filtered LLM training, filtered in every layer's backward."""
 
-from lightning_collider import fabric, oracle
+from lightning_collider import fabric, oracle, superposition
 from lightning_collider.filtering.selectors import select
 from lightning_collider.filtering.state import backward_filter
 from lightning_collider.nn.causal_lm import token_losses
@@ -18,5 +18,6 @@ __all__ = [
     "fabric",
     "oracle",
     "select",
+    "superposition",
     "token_losses",
 ]
