@@ -15,6 +15,9 @@ from transformers import (
     Qwen3Config,
 )
 
+# Tensors of tests are tiny: two threads would mostly wait for each other, on a busy machine for long.
+torch.set_num_threads(1)
+
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")

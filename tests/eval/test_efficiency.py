@@ -80,16 +80,7 @@ def test_hugging_faces_labels_give_the_loss_of_the_kept_rows():
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)
 
 
-@pytest.fixture
-def one_thread():
-    """Two threads that wait for each other take minutes for a tiny step on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_bench_writes_the_keys_of_its_contract(monkeypatch, tmp_path, capsys, one_thread):
+def test_bench_writes_the_keys_of_its_contract(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(efficiency.SHAPES, "tiny", TINY)
     parser = argparse.ArgumentParser()
     efficiency.add_arguments(parser)
