@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-# Tensors of tests are tiny: two threads would mostly wait for each other, on a busy machine for long.
+# Tensors of tests are tiny: two threads would mostly wait for each other.
 torch.set_num_threads(1)
 
 
