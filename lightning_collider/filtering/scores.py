@@ -9,6 +9,7 @@ blocks of one store at the same time.
 
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # rows of a block of a new store
+OPEN_BLOCKS = 64  # mapped at once: a large store has more blocks than a process may open files
 
 
 class ScoreStore:
@@ -47,7 +49,7 @@ class ScoreStore:
                 f"{self.folder} lacks {len(missing)} blocks of losses: run `collider score` again, "
                 "which goes on where it stopped"
             )
-        self._blocks: dict[int, np.ndarray] = {}
+        self._blocks: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def __len__(self) -> int:
         """Rows."""
@@ -63,7 +65,10 @@ class ScoreStore:
             raise ValueError(f"{self.folder} has {len(self)} rows, there is no row {number}")
         block, place = divmod(number, self.about["block"])
         if block not in self._blocks:
-            self._blocks[block] = np.load(block_path(self.folder, block), mmap_mode="r")
+            self._blocks[block] = read_block(self.folder, block, self.about)
+            if len(self._blocks) > OPEN_BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(block)
         return self._blocks[block][place]
 
 
@@ -75,6 +80,23 @@ def missing_blocks(folder: Path, about: dict[str, Any]) -> list[int]:
     """Numbers of the blocks that are still to be computed."""
     count = -(-about["shape"][0] // about["block"])
     return [n for n in range(count) if not block_path(folder, n).is_file()]
+
+
+def read_block(folder: Path, number: int, about: dict[str, Any]) -> np.ndarray:
+    """Map one block. Raises ValueError for a file that is not the block the store describes."""
+    path = block_path(folder, number)
+    advice = f"delete {path} and run `collider score` again, which computes it anew"
+    try:
+        losses = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is not readable ({error}): {advice}") from error
+    rows, length = about["shape"]
+    shape = (min(about["block"], rows - number * about["block"]), length)
+    if losses.shape != shape or losses.dtype != about["type"]:
+        raise ValueError(
+            f"{path} holds {losses.dtype} {losses.shape}, needed {about['type']} {shape}: {advice}"
+        )
+    return losses
 
 
 def write_block(folder: Path, number: int, losses: Tensor, kind: str) -> None:

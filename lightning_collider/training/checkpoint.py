@@ -94,16 +94,20 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(int(n.removeprefix("step=")) for n in found if not n.endswith(".part"))
 
 
-def newest_usable(folder: Path, identity: dict[str, Any]) -> Path | None:
+def newest_usable(folder: Path, identity: dict[str, Any], move: bool = True) -> Path | None:
     """The newest checkpoint that is whole and this run's, or None; says what is wrong with others.
 
     Those newer than the one returned are moved aside, so that the run does not stumble over them.
+    Of several ranks only one may `move`. The others decide by the same checksums, and a folder that
+    is moved while they read it was unusable anyway, so all choose the same checkpoint.
     """
     for step in reversed(complete_steps(folder)):
         path = checkpoint_path(folder, step)
         fault = why_unusable(path, identity)
         if fault is None:
             return path
+        if not move:
+            continue
         aside = path.with_name(f"unusable-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(path, aside)
@@ -120,10 +124,13 @@ def why_unusable(path: Path, identity: dict[str, Any] | None = None) -> str | No
         return f"has no readable {ABOUT}"
     for name, expected in files.items():
         file = path / name
-        if not file.is_file() or file.stat().st_size != expected["bytes"]:
-            return f"is truncated ({name})"
-        if sha256(file) != expected["sha256"]:
-            return f"is damaged ({name} differs from its checksum)"
+        try:
+            if file.stat().st_size != expected["bytes"]:
+                return f"is truncated ({name})"
+            if sha256(file) != expected["sha256"]:
+                return f"is damaged ({name} differs from its checksum)"
+        except (FileNotFoundError, NotADirectoryError):  # also: moved aside while it is read
+            return f"is incomplete ({name} is missing)"
     for key, value in (identity or {}).items():
         if theirs.get(key) != value:
             return f"is of another run (its {key} is {theirs.get(key)}, here it is {value})"

@@ -171,7 +171,7 @@ class LanguageModel(L.LightningModule):
         if self.config.on_nan == "stop":
             raise ValueError(
                 f"{what}. The weights are those before this step; start the same command with "
-                "on_nan=skip to leave the step out"
+                "trainer.on_nan=skip to leave the step out"
             )
         warnings.warn(f"{what}. The step is left out", stacklevel=2)
         for p in parameters:

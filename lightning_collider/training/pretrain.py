@@ -106,7 +106,7 @@ def _train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any] | None:
     module = LanguageModel(model, config)
     module.describe = windows.describe
     with quiet():
-        checkpoint = newest_usable(folder / "checkpoints", identity)
+        checkpoint = newest_usable(folder / "checkpoints", identity, move=rank_of_process() == 0)
         resumed = 0 if checkpoint is None else read_json(checkpoint / ABOUT)["step"]
         stop = StopOnSignal()
         saver = Checkpoints(

@@ -110,6 +110,7 @@ def test_gradient_that_is_not_finite(folder, capsys, monkeypatch, policy):
         assert cli.main(words) == 2
         printed = capsys.readouterr().err
         assert "optimizer step 3 is not finite" in printed and "words/train, tokens from" in printed
+        assert "trainer.on_nan=skip" in printed
     else:
         with pytest.warns(UserWarning, match=f"(?s){place}"):
             assert cli.main(words) == 0
