@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+STOPPED = 75  # exit status of a run that a signal stopped: the same command goes on (EX_TEMPFAIL)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command and return the exit status: 0, or 2 after a mistake of the user's."""
@@ -73,7 +75,8 @@ def _train(args: argparse.Namespace) -> None:
     if isinstance(recipe, TrainingRecipe):
         from lightning_collider.training.pretrain import run_training
 
-        run_training(recipe)
+        if run_training(recipe) is None:
+            sys.exit(STOPPED)
         return
     from lightning_collider.training.run import run_recipe
 

@@ -10,6 +10,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from pyarrow import ArrowInvalid
+
 from lightning_collider.training.settings import SourceConfig
 from lightning_collider.training.sources import (
     general_documents,
@@ -35,8 +37,11 @@ def documents(source: SourceConfig, seed: int, skip: int = 0) -> Iterator[str]:
     records = _records(source, files)
     if source.max_documents is not None:
         records = records.take(source.max_documents)
-    for record in records.skip(skip):
-        yield _text(record, source)
+    try:
+        for record in records.skip(skip):
+            yield _text(record, source)
+    except ArrowInvalid as error:
+        raise ValueError(f"{source.path} cannot be read ({error}): correct the file") from error
 
 
 def local_files(path: str) -> list[str]:
@@ -74,8 +79,9 @@ def _records(source: SourceConfig, files: list[str]) -> Any:
 
 
 def _text(record: dict[str, Any], source: SourceConfig) -> str:
+    present = {name: "" if value is None else value for name, value in record.items()}
     try:
-        return source.template.format(**record)
+        return source.template.format(**present)
     except KeyError as error:
         raise ValueError(
             f"{source.path} has no column {error}: its columns are {sorted(record)}; correct "

@@ -1,10 +1,12 @@
 """What makes a long run comfortable: one file of numbers, clean stops, and reproducible steps."""
 
+import contextlib
 import json
 import os
 import signal
 import threading
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,21 @@ class StopOnSignal(L.Callback):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+
+@contextlib.contextmanager
+def signals_restored() -> Iterator[None]:
+    """Leave the handlers of StopOnSignal's signals as they were, whatever a run put there.
+
+    Lightning puts handlers of its own round the callback's, and takes them away in another order.
+    """
+    before = {number: signal.getsignal(number) for number in StopOnSignal.SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 class StepSeed(L.Callback):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lightning_collider.training import settings
 from lightning_collider.training.schema import read_recipe, to_object
@@ -99,12 +99,21 @@ def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> Recipe
     kind = given.get("kind", "comparison")
     if kind not in KINDS:
         raise ValueError(f"recipe key 'kind' must be one of {', '.join(KINDS)}, not {kind!r}")
+    _drop_null_sources(given)
     recipe = to_object(KINDS[kind], given, name_or_path)
     checks = _checks(recipe) if isinstance(recipe, Recipe) else settings.checks(recipe)
     for message, holds in checks:
         if not holds:
             raise ValueError(f"recipe {recipe.name!r}: {message}")
     return recipe
+
+
+def _drop_null_sources(given: DictConfig) -> None:
+    """Leave out the sources that are null: so a recipe drops one that its defaults have."""
+    sources = OmegaConf.select(given, "data.sources")
+    for name in list(sources or {}):
+        if sources[name] is None:
+            del sources[name]
 
 
 def load_comparison(name_or_path: str, overrides: list[str] | None = None) -> Recipe:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightning_collider.training.checkpoint import (
     STATE,
@@ -42,18 +42,30 @@ def export(source: Path, target: Path) -> Path:
         AutoConfig.for_model(**config), dtype=next(iter(weights.values())).dtype
     )
     model.load_state_dict(weights)
+    tokenizer = checkpoint.parent.parent / "tokenizer"
+    if tokenizer.is_dir():
+        _name_special_tokens(model, AutoTokenizer.from_pretrained(tokenizer))
     target.parent.mkdir(parents=True, exist_ok=True)
     # Whole or not at all: a folder that is there is complete.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:
         draft = Path(work) / "model"
         model.save_pretrained(draft)
-        tokenizer = checkpoint.parent.parent / "tokenizer"
         if tokenizer.is_dir():
             shutil.copytree(tokenizer, draft, dirs_exist_ok=True)
         if target.exists():
             target.rmdir()
         draft.rename(target)
     return checkpoint
+
+
+def _name_special_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Where generation starts and stops: with the tokens that began and ended documents here."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(tokenizer, name)
+        for config in (model.config, model.generation_config):
+            given = getattr(config, name, None)
+            if value is not None and value not in (given if isinstance(given, list) else [given]):
+                setattr(config, name, value)
 
 
 def find_checkpoint(source: Path) -> Path:

@@ -30,6 +30,7 @@ from lightning_collider.training.callbacks import (
     StepSeed,
     StopOnSignal,
     rank_of_process,
+    signals_restored,
 )
 from lightning_collider.training.checkpoint import ABOUT, STATE, Checkpoints, newest_usable
 from lightning_collider.training.config import TrainConfig
@@ -87,7 +88,8 @@ def run_training(recipe: TrainingRecipe) -> dict[str, Any] | None:
             if first:
                 print(f"{folder} is finished. To make another run, choose its folder: out=OTHER")
             return read_json(folder / "train.json")
-        return _train(recipe, folder)
+        with signals_restored():
+            return _train(recipe, folder)
 
 
 def _train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any] | None:

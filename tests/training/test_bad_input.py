@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_collider import cli
+from lightning_collider.training import pretrain
 from lightning_collider.training.checkpoint import Checkpoints, complete_steps
 from lightning_collider.training.module import LanguageModel
 from lightning_collider.training.pretrain import run_training
@@ -34,6 +35,8 @@ def train(folder, *overrides):
         (["data.sources.words.path=builtin:poems"], "builtin:target, builtin:general"),
         (["data.sources.words.path=builtin:noise"], "is endless: set"),
         (["data.sources.words.path={}/empty.jsonl"], "has no text"),
+        (["data.sources.words.path={}/null.jsonl"], "has no text"),
+        (["data.sources.words.path={}/broken.jsonl"], "{}/broken.jsonl cannot be read"),
         (["data.sources.words.template='{{body}}'"], "has no column 'body'"),
         (["data.sequence_length=80", "trainer.batch_tokens=160"], "max_position_embeddings=64"),
         (["model.config.vocab_size=200"], "a vocabulary of 300 tokens and the model one of 200"),
@@ -46,8 +49,23 @@ def train(folder, *overrides):
 )
 def test_mistake_is_one_message(folder, capsys, overrides, message):
     (folder / "empty.jsonl").write_text(json.dumps({"text": " "}) + "\n")
+    (folder / "null.jsonl").write_text(json.dumps({"text": None, "id": 1}) + "\n")
+    (folder / "broken.jsonl").write_text('{"text": "a"\n{"te')
     assert train(folder, *(o.format(folder) for o in overrides)) == 2
     assert message.format(folder) in capsys.readouterr().err
+
+
+def test_a_run_leaves_the_signals_as_they_were(folder):
+    before = signal.getsignal(signal.SIGTERM)
+    assert train(folder) == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_stopped_run_has_an_exit_status_of_its_own(folder, monkeypatch):
+    monkeypatch.setattr(pretrain, "run_training", lambda recipe: None)
+    with pytest.raises(SystemExit) as stopped:
+        train(folder)
+    assert stopped.value.code == 75
 
 
 def test_corrupt_shard_is_named(folder, capsys):

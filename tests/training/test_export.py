@@ -34,6 +34,14 @@ def assert_holds(folder, weights):
     assert all(torch.equal(found[n], w) and found[n].dtype == w.dtype for n, w in weights.items())
 
 
+def test_the_folder_says_where_generation_stops(trained, tmp_path):
+    assert cli.main(["export", str(trained / "run"), str(tmp_path / "model")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    eos = AutoTokenizer.from_pretrained(tmp_path / "model").eos_token_id
+    assert eos is not None
+    assert model.config.eos_token_id == eos and model.generation_config.eos_token_id == eos
+
+
 def test_round_trip_is_bit_equal(trained, tmp_path, capsys):
     run = trained / "run"
     assert cli.main(["export", str(run), str(tmp_path / "newest")]) == 0

@@ -148,3 +148,8 @@ def test_weights_of_another_shape_and_missing_weights_are_named(tmp_path):
     again.model.weights = "runs/smollm2-135m-reference/model"
     with pytest.raises(FileNotFoundError, match="`collider train smollm2-135m-reference` makes it"):
         build_model(again)
+
+
+def test_a_null_source_leaves_the_defaults_one_out():
+    words = ["data.sources.openwebmath=null", "data.sources.mine.path=mine.jsonl"]
+    assert list(load_training("tinyllama-1.1b", words).data.sources) == ["mine"]
