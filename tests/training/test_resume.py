@@ -43,6 +43,9 @@ def rank_environment(rank, world, port):
 
 
 def train_rank(folder, overrides, environment):
+    # A Trainer of this test session may have left its port here, and still listens on it.
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
     os.environ.update({k: str(v) for k, v in environment.items()})
     with open(folder / f"output-{environment.get('RANK', 0)}.txt", "a") as output:
         os.dup2(output.fileno(), 1)
@@ -203,6 +206,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
     run_training(small_recipe(whole, *overrides))
     (process,) = start(cut, overrides, 1)
     while lines_written(cut) == 0:
+        assert process.is_alive(), (cut / "output-0.txt").read_text()[-3000:]
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGTERM)
     finish(cut, [process])
