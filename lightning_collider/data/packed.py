@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_collider.data.shards import TokenShards
-
-NO_TARGET = -100
+from lightning_collider.nn.segments import separate_documents
 
 
 class Windows(Dataset):
@@ -64,11 +63,10 @@ class Windows(Dataset):
         ids = torch.from_numpy(shards.window(start, self.length))
         labels, positions = ids.clone(), torch.arange(self.length)
         if self.separate:
-            documents = shards.document_ids(start, self.length)
-            first = np.r_[True, documents[1:] != documents[:-1]]
-            begins = np.maximum.accumulate(np.where(first, np.arange(self.length), 0))
-            positions = positions - torch.from_numpy(begins)
-            labels[torch.from_numpy(first)] = NO_TARGET
+            documents = torch.from_numpy(shards.document_ids(start, self.length))
+            (positions,), apart = separate_documents(documents[None], labels[None])
+            assert apart is not None
+            (labels,) = apart
         return {
             "input_ids": ids,
             "labels": labels,

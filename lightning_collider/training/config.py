@@ -14,10 +14,15 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lightning_collider.training import settings
 from lightning_collider.training.schema import read_recipe, to_object
-from lightning_collider.training.settings import ENGINES, ON_NAN, OVER, PRECISIONS, TrainingRecipe
+from lightning_collider.training.settings import (
+    ENGINES,
+    ON_NAN,
+    OVER,
+    PRECISIONS,
+    SELECTORS,
+    TrainingRecipe,
+)
 from lightning_collider.training.sources import SOURCES
-
-SELECTORS = ("none", "excess_loss", "top_loss", "random")
 
 
 @dataclass
