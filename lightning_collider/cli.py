@@ -5,7 +5,6 @@ Each imports what it needs itself, so that one sub-command does not wait for ano
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,10 +91,10 @@ def _explain(args: argparse.Namespace) -> None:
 
 def _score(args: argparse.Namespace) -> None:
     from lightning_collider.training.config import load_training
+    from lightning_collider.training.ranks import ranks_of_job
     from lightning_collider.training.scoring import score
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    print(score(load_training(args.recipe, args.overrides), world=world))
+    print(score(load_training(args.recipe, args.overrides), world=ranks_of_job()))
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:

