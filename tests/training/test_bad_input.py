@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 
@@ -15,6 +16,7 @@ from lightning_collider.training.checkpoint import Checkpoints, complete_steps
 from lightning_collider.training.module import LanguageModel
 from lightning_collider.training.pretrain import run_training
 from tests.training.small_run import rows_of, small_recipe, write_inputs
+from tests.training.test_resume import finish, start, train_rank
 
 
 @pytest.fixture
@@ -88,19 +90,48 @@ def test_two_runs_in_one_folder(folder, capsys):
     assert rows_of(folder) == before
 
 
-def test_full_disk_keeps_the_checkpoints_before(folder, capsys, monkeypatch):
+def fill_the_disk(monkeypatch):
     """A limit on the size of files, as a quota sets it, from the second checkpoint on."""
     save = Checkpoints.save
 
     def save_with_quota(self, trainer):
         if trainer.global_step > 3:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         save(self, trainer)
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     monkeypatch.setattr(Checkpoints, "save", save_with_quota)
+
+
+def train_rank_with_full_disk(folder, overrides, environment):
+    if environment["RANK"] == 0:
+        fill_the_disk(pytest.MonkeyPatch())
+    train_rank(folder, overrides, environment)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sharded", [False, True])
+def test_full_disk_of_one_rank_ends_both(folder, sharded):
+    """No rank is left waiting for the one that failed, and the same command goes on."""
+    overrides = ("trainer.devices=2", f"trainer.sharded_checkpoints={sharded}")
+    for process in start(folder, overrides, 2, train_rank_with_full_disk):
+        process.join(60)
+        assert process.exitcode == 1
+    reason = "another rank could not|CheckpointException" if sharded else "another rank could not"
+    for rank, words in ((0, "cannot write the checkpoint"), (1, reason)):
+        printed = (folder / f"output-{rank}.txt").read_text()
+        assert re.search(words, printed) and "that of step 3 is complete" in printed
+    assert complete_steps(folder / "run" / "checkpoints") == [3]
+    finish(folder, start(folder, overrides, 2))
+    assert complete_steps(folder / "run" / "checkpoints") == [9, 12]
+
+
+def test_full_disk_keeps_the_checkpoints_before(folder, capsys, monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.getsignal(signal.SIGXFSZ)
     try:
+        fill_the_disk(monkeypatch)
         assert cli.main(["train", str(folder / "small.yaml")]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
