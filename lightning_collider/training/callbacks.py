@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -55,6 +56,15 @@ def _step(line: str) -> float:
         return json.loads(line)["step"]
     except ValueError:  # the run was killed while it wrote this line
         return float("inf")
+
+
+class ProgressBar(TQDMProgressBar):
+    """Lightning's bar, with time left; "n/a" for MFU where the device's peak is not known."""
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        shown = super().get_metrics(trainer, pl_module)
+        shown.pop("v_num", None)
+        return shown if "mfu" in shown or not shown else {**shown, "mfu": "n/a"}
 
 
 class StopOnSignal(L.Callback):

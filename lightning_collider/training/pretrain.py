@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 from torch.utils.data import DataLoader
@@ -29,6 +28,7 @@ from lightning_collider.filtering.scores import ScoreStore
 from lightning_collider.ops import build
 from lightning_collider.training.callbacks import (
     MetricsFile,
+    ProgressBar,
     StepSeed,
     StopOnSignal,
     signals_restored,
@@ -50,6 +50,7 @@ from lightning_collider.training.module import LanguageModel
 from lightning_collider.training.ranks import rank_of_process
 from lightning_collider.training.scoring import open_store
 from lightning_collider.training.settings import Plan, TrainingRecipe, plan
+from lightning_collider.training.utilisation import utilisation_of
 
 
 class WindowData(L.LightningDataModule):
@@ -119,6 +120,8 @@ def _train(recipe: TrainingRecipe, folder: Path, first: bool) -> dict[str, Any] 
     config = train_config(recipe, the_plan)
     module = LanguageModel(model, config)
     module.describe = windows.describe
+    ranks = recipe.trainer.devices * recipe.trainer.num_nodes
+    module.utilisation = utilisation_of(model, windows.length, recipe.trainer.precision, ranks)
     with quiet():
         checkpoint = newest_usable(folder / "checkpoints", identity, move=first)
         resumed = 0 if checkpoint is None else read_json(checkpoint / ABOUT)["step"]
@@ -172,7 +175,7 @@ def _trainer(
         devices=recipe.trainer.devices,
         num_nodes=recipe.trainer.num_nodes,
         logger=[metrics, *_loggers(Path(recipe.out))],
-        callbacks=[StepSeed(recipe.seed), TQDMProgressBar(refresh_rate=5), *callbacks],
+        callbacks=[StepSeed(recipe.seed), ProgressBar(refresh_rate=5), *callbacks],
         num_sanity_val_steps=0,
         limit_val_batches=0 if every is None else recipe.trainer.validation_batches,
         # Counted over the whole run, as there is one epoch of Lightning's.
@@ -230,5 +233,7 @@ def train_config(recipe: TrainingRecipe, the_plan: Plan) -> TrainConfig:
         log_every=trainer.log_every,
         checkpoint_every=trainer.checkpoint_every,
         on_nan=trainer.on_nan,
+        on_spike=trainer.on_spike,
+        spike_factor=trainer.spike_factor,
         **optimizer,
     )

@@ -17,6 +17,7 @@ PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 SELECTORS = ("none", "excess_loss", "top_loss", "random")
 SHARDINGS = ("auto", "full", "hybrid", "none")
 ON_NAN = ("stop", "skip")
+ON_SPIKE = ("warn", "stop", "skip")
 SCORE_TYPES = ("float16", "float32")
 
 
@@ -69,6 +70,8 @@ class TrainerConfig:
     validate_every: int | None = None  # optimizer steps between two validations; null: none
     validation_batches: int = 16  # micro-batches of one validation, on each rank
     on_nan: str = "stop"  # one of ON_NAN: what to do with a gradient that is not finite
+    on_spike: str = "warn"  # one of ON_SPIKE: what to do with a gradient that is a spike
+    spike_factor: float | None = 10.0  # times the usual norm from which it is one; null: never
 
 
 @dataclass
@@ -145,7 +148,8 @@ def checks(recipe: TrainingRecipe) -> Iterator[tuple[str, bool]]:
     positive = {
         "data": "sequence_length shard_tokens",
         "trainer": "batch_tokens micro_batch_size devices num_nodes log_every checkpoint_every "
-        "keep_checkpoints validation_batches max_tokens epochs max_steps validate_every",
+        "keep_checkpoints validation_batches max_tokens epochs max_steps validate_every "
+        "spike_factor",
         "optimizer": "learning_rate clip_norm",
         "model": "layers",
     }
@@ -174,6 +178,7 @@ def _choice_checks(recipe: TrainingRecipe) -> Iterator[tuple[str, bool]]:
         "trainer.precision": PRECISIONS,
         "trainer.sharding": SHARDINGS,
         "trainer.on_nan": ON_NAN,
+        "trainer.on_spike": ON_SPIKE,
         "filter.selector": SELECTORS,
         "filter.over": OVER,
         "filter.stored_type": SCORE_TYPES,

@@ -170,3 +170,27 @@ def test_gradient_that_is_not_finite(folder, capsys, monkeypatch, policy):
             folder / "run" / "checkpoints" / "step=00000004" / "state.ckpt", weights_only=True
         )["state_dict"]
         assert all(torch.isfinite(weight).all() for weight in model.values())
+
+
+def test_spike_of_the_gradient_is_left_out(folder, monkeypatch):
+    """Step 20's loss is a thousand times too large; Adam's moments must not see it."""
+    step = LanguageModel.training_step
+
+    def spoilt(self, batch, batch_idx):
+        return step(self, batch, batch_idx) * (1000.0 if batch_idx // 4 == 19 else 1.0)
+
+    monkeypatch.setattr(LanguageModel, "training_step", spoilt)
+    words = ["trainer.max_steps=21", "trainer.on_spike=skip", "trainer.checkpoint_every=1"]
+    words += ["trainer.keep_checkpoints=9"]
+    with pytest.warns(UserWarning, match=r"step 20 has a norm of.*words/train, tokens.*left out"):
+        run_training(small_recipe(folder, *words))
+    before, spike, after = (
+        torch.load(
+            folder / "run" / "checkpoints" / f"step={n:08d}" / "state.ckpt", weights_only=True
+        )
+        for n in (19, 20, 21)
+    )
+    for name, weight in before["state_dict"].items():
+        assert torch.equal(weight, spike["state_dict"][name])
+    assert any(not torch.equal(w, after["state_dict"][n]) for n, w in before["state_dict"].items())
+    assert len(spike["gradient_norms"]) == 20 and spike["gradient_norms"][-1] > 100
