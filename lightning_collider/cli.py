@@ -89,6 +89,18 @@ def _explain(args: argparse.Namespace) -> None:
     print(explain(load_recipe(args.recipe, args.overrides)))
 
 
+def _tokenize(args: argparse.Namespace) -> None:
+    from lightning_collider.data.prepare import prepare
+    from lightning_collider.training.config import load_training
+    from lightning_collider.training.models import load_tokenizer, shape_of
+
+    recipe = load_training(args.recipe, args.overrides)
+    tokenizer = load_tokenizer(recipe.model)
+    for part, sources in prepare(recipe, tokenizer, shape_of(recipe.model).vocab_size).items():
+        for shards in sources:
+            print(f"{part}: {len(shards):,} tokens in {shards.folder}")
+
+
 def _score(args: argparse.Namespace) -> None:
     from lightning_collider.training.config import load_training
     from lightning_collider.training.ranks import ranks_of_job
@@ -157,6 +169,7 @@ COMMANDS: dict[
 ] = {
     "train": ("run a recipe, or go on where it stopped", _train_arguments, _train),
     "explain": ("what is filtered in a recipe's model, and why not", _recipe_arguments, _explain),
+    "tokenize": ("make the token shards of a recipe's data", _recipe_arguments, _tokenize),
     "score": ("store the reference model's losses of a recipe's data", _recipe_arguments, _score),
     "export": ("write a checkpoint as a Hugging Face folder", _export_arguments, _export),
     "eval": ("score a checkpoint on held-out problems, by lm-eval", _eval_arguments, _eval),

@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 
+from lightning_collider import cli
 from lightning_collider.data import prepare as prepare_module
 from lightning_collider.data.packed import Schedule, Windows, schedule
 from lightning_collider.data.prepare import PARTS, prepare
@@ -266,3 +267,13 @@ def test_shards_that_do_not_fit_are_named(tmp_path, made):
     recipe.data.sources = {"words": other}
     with pytest.raises(ValueError, match="holds shards with another"):
         prepare(recipe, load_tokenizer(recipe.model), 300)
+
+
+def test_tokenize_makes_the_shards_and_no_run(tmp_path, capsys):
+    write_inputs(tmp_path)
+    assert cli.main(["tokenize", str(tmp_path / "small.yaml")]) == 0
+    printed = capsys.readouterr().out
+    for part in PARTS:
+        shards = TokenShards(tmp_path / "data" / "words" / part)
+        assert f"{part}: {len(shards)} tokens in {shards.folder}" in printed
+    assert not (tmp_path / "run").exists()
