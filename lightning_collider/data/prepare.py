@@ -84,8 +84,8 @@ def _tokenise(recipe: TrainingRecipe, tokenizer: Any, source: SourceConfig, fold
                 ]
                 writer.add(mine, read)
             bar.update(sum(w.tokens for w in todo.values()) - bar.n)
-    for writer in todo.values():
-        writer.finish(read)
+    for part, writer in todo.items():
+        writer.finish(read, may_be_empty=part != PARTS[0])
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:

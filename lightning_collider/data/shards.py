@@ -87,11 +87,11 @@ class ShardWriter:
         if self._size >= self.shard_tokens:
             self._close_shard(read)
 
-    def finish(self, read: int) -> None:
-        """Write the last shard. Raises ValueError when no document came."""
+    def finish(self, read: int, may_be_empty: bool = False) -> None:
+        """Write the last shard. Raises ValueError when no document came, unless it may be so."""
         if self._size:
             self._close_shard(read)
-        if self.manifest["tokens"] == 0:
+        if self.manifest["tokens"] == 0 and not may_be_empty:
             raise ValueError(
                 f"{self.manifest['origin']} has no text: there is nothing for {self.folder}"
             )
@@ -155,7 +155,7 @@ class TokenShards:
         self._tokens = [np.load(tokens, mmap_mode="r") for tokens, _ in pairs]
         self._starts = np.cumsum([0, *(len(t) for t in self._tokens)])
         ends = [np.load(e) + start for (_, e), start in zip(pairs, self._starts, strict=False)]
-        self._ends = np.concatenate(ends)
+        self._ends = np.concatenate([*ends, np.empty(0, np.int64)])
 
     def __len__(self) -> int:
         """Tokens."""

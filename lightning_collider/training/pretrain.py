@@ -12,6 +12,7 @@ Every rank runs this; files are written by rank 0.
 
 import contextlib
 import os
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 import lightning_collider as lc
 from lightning_collider.data.packed import Schedule, Windows, schedule
 from lightning_collider.data.prepare import prepare
+from lightning_collider.data.shards import TokenShards
 from lightning_collider.filtering.scores import ScoreStore
 from lightning_collider.ops import build
 from lightning_collider.training.callbacks import (
@@ -106,11 +108,8 @@ def _train(recipe: TrainingRecipe, folder: Path, first: bool) -> dict[str, Any] 
         build()
     tokenizer, model = load_tokenizer(recipe.model), build_model(recipe)
     shards = prepare(recipe, tokenizer, model.config.vocab_size)
-    windows, held = (
-        Windows(s, recipe.data.sequence_length, recipe.data.separate_documents) if s else None
-        for s in (shards["train"], shards["validation"])
-    )
-    assert windows is not None
+    windows = Windows(shards["train"], recipe.data.sequence_length, recipe.data.separate_documents)
+    held = _held_out(recipe, shards["validation"])
     the_plan = plan(recipe, len(windows))
     identity = {
         "model": shape_identity(model.config),
@@ -135,12 +134,31 @@ def _train(recipe: TrainingRecipe, folder: Path, first: bool) -> dict[str, Any] 
         metrics = MetricsFile(folder / "metrics.jsonl")
         if first:
             metrics.drop_behind(resumed)
-        trainer = _trainer(recipe, config, windows, metrics, [stop, saver])
+        every = None if held is None else recipe.trainer.validate_every
+        trainer = _trainer(recipe, config, windows, metrics, every, [stop, saver])
         if trainer.is_global_zero:
             tokenizer.save_pretrained(folder / "tokenizer")
         data = WindowData(recipe, the_plan, windows, held)
         trainer.fit(module, data, ckpt_path=None if checkpoint is None else checkpoint / STATE)
     return _finish(trainer, module, folder, stop)
+
+
+def _held_out(recipe: TrainingRecipe, shards: list[TokenShards]) -> Windows | None:
+    """The validation sequences, or None where there are too few for one micro-batch a rank."""
+    length, config = recipe.data.sequence_length, recipe.trainer
+    # Of a small source, less than a sequence may have come to the validation part.
+    enough = [source for source in shards if len(source) >= length]
+    held = Windows(enough, length, recipe.data.separate_documents) if enough else None
+    ranks = config.devices * config.num_nodes
+    if held is not None and len(held) >= config.micro_batch_size * ranks:
+        return held
+    if recipe.data.validation_fraction > 0 and config.validate_every is not None:
+        warnings.warn(
+            "the validation part has too few tokens for one micro-batch on each rank: there is no "
+            "validation. Raise data.validation_fraction, or say trainer.validate_every=null",
+            stacklevel=2,
+        )
+    return None
 
 
 def _finish(
@@ -166,9 +184,9 @@ def _trainer(
     config: TrainConfig,
     windows: Windows,
     metrics: MetricsFile,
+    every: int | None,
     callbacks: list[L.Callback],
 ) -> L.Trainer:
-    every = recipe.trainer.validate_every if recipe.data.validation_fraction > 0 else None
     return make_trainer(
         config,
         strategy_of(recipe, windows),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_collider import cli
+from lightning_collider.data.shards import read_manifest
 from lightning_collider.training import pretrain
 from lightning_collider.training.checkpoint import Checkpoints, complete_steps
 from lightning_collider.training.module import LanguageModel
@@ -68,6 +69,16 @@ def test_a_stopped_run_has_an_exit_status_of_its_own(folder, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         train(folder)
     assert stopped.value.code == 75
+
+
+@pytest.mark.parametrize("documents", [0, 3])
+def test_too_little_validation_is_told_and_the_run_goes_on(folder, documents):
+    words = [f"data.validation_fraction={0.001 if documents == 0 else 0.02}"]
+    words += ["trainer.validate_every=1", "trainer.max_steps=2"]
+    with pytest.warns(UserWarning, match=r"the validation part has too few.*Raise"):
+        assert run_training(small_recipe(folder, *words))["steps"] == 2
+    held = read_manifest(folder / "data" / "words" / "validation")
+    assert held["documents"] == documents
 
 
 def test_corrupt_shard_is_named(folder, capsys):
