@@ -7,6 +7,7 @@
 #include <ATen/ops/_flash_attention_forward.h>
 
 #include "causal.h"
+#include "kernels.h"
 
 namespace collider {
 namespace {
@@ -53,6 +54,19 @@ CausalGrads causal_flash_backward(const Tensor& grad_out_KHd, const Tensor& q_NH
                                   const KeptRows& rows) {
   if (grad_out_KHd.size(0) == 0) { // the kernel takes no empty list
     return {rows.gather(q_NHd), rows.gather(k_NGd), rows.gather(v_NGd)};
+  }
+  using DroppedKeys = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           const Tensor&, const Tensor&, const Tensor&, const Tensor&, double);
+  const auto dropped_keys = find_kernel<DroppedKeys>("lightning_collider::dropped_keys", q_NHd);
+  if (rows.filtered() && dropped_keys.has_value()) { // the two parts of causal.cpp
+    const auto q_KHd = rows.gather(q_NHd), out_KHd = rows.gather(forward.out_NHd);
+    const auto lse_KH = rows.gather(forward.lse_NH);
+    auto grads = flash_backward(grad_out_KHd, q_KHd, rows.gather(k_NGd), rows.gather(v_NGd), out_KHd, lse_KH,
+                                scale, rows.sight(Keys::kKept, q_NHd.device()));
+    const auto& sight = rows.sight(Keys::kDropped, q_NHd.device());
+    dropped_keys->call(grads.q_KHd, q_KHd, grad_out_KHd, out_KHd, lse_KH, k_NGd, v_NGd, rows.dropped_M,
+                       sight.first_Q, sight.last_Q, scale);
+    return grads;
   }
   // A dropped row whose output has no gradient gives nothing to any key, and its own gradients are left behind:
   // the definition again, at the cost of a dense attention backward, which is one call.

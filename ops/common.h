@@ -86,6 +86,8 @@ struct KeptRows : torch::CustomClassHolder {
 
   // (N, ...) -> (K, ...)
   Tensor gather(const Tensor& x_N) const { return filtered_ ? x_N.index_select(0, rows_K) : x_N; }
+  // Numbers of the kept rows, for a kernel that gathers by itself; none where it need not
+  std::optional<Tensor> kept_or_all() const { return filtered_ ? std::make_optional(rows_K) : std::nullopt; }
   // (K, D) -> a tensor of the given sizes, zero in dropped rows
   Tensor scatter(const Tensor& x_KD, at::IntArrayRef sizes) const;
 

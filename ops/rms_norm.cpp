@@ -1,6 +1,7 @@
 // RMSNorm: y = w * x^, x^ = x / rms(x), rms(x) = sqrt(mean(x^2) + eps) over D, computed in float32 or wider.
 // Backward on kept rows, with g = dy * w:  dx = (g - x^ mean(g x^)) / rms(x),  dw = sum over rows of dy x^.
 #include "graph.h"
+#include "kernels.h"
 #include "rms.h"
 #include "vec_rows.h"
 
@@ -111,6 +112,14 @@ RmsOutput rms_forward(const Tensor& x_ND, const Tensor& w_D, double eps, const K
 RmsGrads rms_backward(const Tensor& grad_KD, const Tensor& x_ND, const Tensor& w_D, const Tensor& rstd_N1,
                       const KeptRows& rows, bool needs_x, bool needs_w) {
   const int64_t heads = x_ND.size(0) / rows.n_rows();
+  if (rows.path(x_ND) == Path::kFused && heads == 1) {
+    using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                const OptionalTensor&);
+    if (const auto kernel = find_kernel<Backward>("lightning_collider::rms_backward", x_ND)) {
+      const auto [grad_x_KD, grad_w_D] = kernel->call(grad_KD, x_ND, w_D, rstd_N1, rows.kept_or_all());
+      return {grad_x_KD, grad_w_D};
+    }
+  }
   if (!loops_apply(rows, {x_ND, w_D, grad_KD})) {
     const auto kept = [&](const Tensor& t) {
       const auto width = t.size(1);

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "causal.h"
+#include "kernels.h"
 
 namespace collider {
 namespace {
@@ -51,6 +52,13 @@ Tensor rotate_(Tensor x_NHd, const Tensor& cos, const Tensor& sin, bool inverse,
   TORCH_CHECK(r % 2 == 0 && r <= x_NHd.size(2), "the rotated width must be even and within the head");
   if (x_NHd.numel() == 0) {
     return x_NHd;
+  }
+  if (rows.path(x_NHd) == Path::kFused) {
+    using Rotate = void(const Tensor&, const Tensor&, const Tensor&, bool);
+    if (const auto kernel = find_kernel<Rotate>("lightning_collider::rotate", x_NHd)) {
+      kernel->call(x_NHd, cos, sin, inverse);
+      return x_NHd;
+    }
   }
   if (rows.path(x_NHd) != Path::kLoops) {
     rotate_aten(x_NHd, cos, sin, inverse);

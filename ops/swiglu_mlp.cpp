@@ -2,6 +2,7 @@
 // Gate and up are kept from the forward; everything else of the backward is computed from their kept rows:
 //   dup = dact silu(gate),   dgate = dact up sigma (1 + gate (1 - sigma)),   sigma = 1 / (1 + exp(-gate)).
 #include "graph.h"
+#include "kernels.h"
 #include "vec_rows.h"
 
 namespace collider {
@@ -40,6 +41,14 @@ struct ActivationGrads {
 // From the gradient of the activation at kept rows; gate and up at all rows.
 ActivationGrads activation_backward(const Tensor& grad_KF, const Tensor& gate_NF, const Tensor& up_NF,
                                     const KeptRows& rows) {
+  if (rows.path(grad_KF) == Path::kFused) {
+    using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                                        const OptionalTensor&);
+    if (const auto kernel = find_kernel<Backward>("lightning_collider::swiglu_backward", grad_KF)) {
+      const auto [act_KF, grad_gate_KF, grad_up_KF] = kernel->call(grad_KF, gate_NF, up_NF, rows.kept_or_all());
+      return {act_KF, grad_gate_KF, grad_up_KF};
+    }
+  }
   if (!loops_apply(rows, {grad_KF, gate_NF, up_NF})) {
     const auto gate_KF = rows.gather(gate_NF), up_KF = rows.gather(up_NF), silu_KF = at::silu(gate_KF);
     return {silu_KF * up_KF, at::silu_backward(grad_KF * up_KF, gate_KF), grad_KF * silu_KF};

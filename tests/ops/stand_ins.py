@@ -1,11 +1,10 @@
 """What CUDA's fused kernels of ATen compute, in plain tensor operations on any device.
 
-A ``StandIns`` mode puts them in the kernels' place, so that the code around the kernels runs, and is
-checked, without a GPU. They also check what the kernels demand of their arguments.
+A ``StandIns`` mode puts them in the kernels' place, so that the code around the kernels runs, and
+is checked, without a GPU. They also check what the kernels demand of their arguments.
 """
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -46,7 +45,7 @@ def flash_backward(
 
 
 def rms_backward(grad, x, shape, rstd, weight, needed):
-    """Gradients of x and weight of ``weight * x * rstd``, where rstd = 1 / sqrt(mean(x^2) + eps)."""
+    """Gradients of x and weight of ``weight * x * rstd``, rstd = 1 / sqrt(mean(x^2) + eps)."""
     assert list(shape) == [x.shape[-1]] and rstd.shape == (*x.shape[:-1], 1)
     unit, g = x * rstd, grad * weight
     grad_x = rstd * (g - unit * (g * unit).mean(-1, keepdim=True)) if needed[0] else None
@@ -75,25 +74,36 @@ def visible_scores(q, k, scale):
     return scores.masked_fill(later, float("-inf"))
 
 
-class StandIns(TorchDispatchMode):
-    """Puts the functions above in the place of the kernels, and counts their calls by name."""
+KERNELS = {
+    torch.ops.aten._flash_attention_forward.default: flash_forward,
+    torch.ops.aten._flash_attention_backward.default: flash_backward,
+    torch.ops.aten._fused_rms_norm_backward.default: rms_backward,
+}
 
-    KERNELS = {
-        torch.ops.aten._flash_attention_forward.default: flash_forward,
-        torch.ops.aten._flash_attention_backward.default: flash_backward,
-        torch.ops.aten._fused_rms_norm_backward.default: rms_backward,
-    }
+
+class StandIns(TorchDispatchMode):
+    """Puts the functions above in the place of the kernels.
+
+    Attributes:
+        calls: how often each was called, by name.
+        flash_rows: number of rows of each flash backward.
+        ours: names of this project's own kernels that were called.
+    """
 
     def __init__(self):
         super().__init__()
         self.calls: dict[str, int] = {}
-        self.flash_rows: list[int] = []  # of each flash backward
+        self.flash_rows: list[int] = []
+        self.ours: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        stand_in = self.KERNELS.get(func)
+        if func.namespace == "lightning_collider":
+            self.ours.add(func.overloadpacket.__name__)
+        stand_in = KERNELS.get(func)
         if stand_in is None:
             return func(*args, **(kwargs or {}))
-        self.calls[stand_in.__name__] = self.calls.get(stand_in.__name__, 0) + 1
+        name = stand_in.__name__
+        self.calls[name] = self.calls.get(name, 0) + 1
         if stand_in is flash_backward:
             self.flash_rows.append(len(args[0]))
         return stand_in(*args, **(kwargs or {}))
