@@ -156,7 +156,7 @@ def load() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.triton_library = _register_triton()
+    module.__dict__["triton_library"] = _register_triton()
     sys.modules[NAME] = module
     return module
 

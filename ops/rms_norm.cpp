@@ -117,7 +117,7 @@ RmsGrads rms_backward(const Tensor& grad_KD, const Tensor& x_ND, const Tensor& w
                                                 const OptionalTensor&);
     if (const auto kernel = find_kernel<Backward>("lightning_collider::rms_backward", x_ND)) {
       const auto [grad_x_KD, grad_w_D] = kernel->call(grad_KD, x_ND, w_D, rstd_N1, rows.kept_or_all());
-      return {grad_x_KD, grad_w_D};
+      return {needs_x ? grad_x_KD : Tensor(), needs_w ? grad_w_D : Tensor()};
     }
   }
   if (!loops_apply(rows, {x_ND, w_D, grad_KD})) {

@@ -34,7 +34,7 @@ def _on(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_queries"])  # it changes with every mask
 def _dropped_keys(
     grad_q_ptr, q_ptr, grad_ptr, out_ptr, lse_ptr, k_ptr, v_ptr, dropped_ptr, first_ptr, last_ptr,
     scale, n_queries, n_heads, n_groups, d,
@@ -198,7 +198,7 @@ def swiglu_backward(
     return act, grad_gate, grad_up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_kept"])
 def _rms_backward(
     grad_ptr, x_ptr, weight_ptr, rstd_ptr, rows_ptr, grad_x_ptr, partial_ptr, n_kept, width,
     GATHER: tl.constexpr, BLOCK: tl.constexpr,
