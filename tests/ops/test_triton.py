@@ -85,6 +85,28 @@ def test_rotate(r):
     assert torch.allclose(got, x, atol=1e-6)
 
 
+def test_dropped_keys():
+    # Two segments that share blocks of queries and of keys; heads of 12, padded to 16 inside.
+    keep = random_keep(1, 250, share=0.5)[0]
+    segment = (torch.arange(250) >= 90).long()
+    rows, dropped = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
+    q, grad, out, start = (randn(len(rows), 4, 12, seed=seed) for seed in range(4))
+    k, v = randn(250, 2, 12, seed=4), randn(250, 2, 12, seed=5)
+    lse, scale = randn(len(rows), 4, seed=6) + 3, 0.3
+    seen = (dropped < rows[:, None]) & (segment[dropped] == segment[rows][:, None])
+    first = torch.searchsorted(segment[dropped], segment[rows])
+    last = first + seen.sum(1)
+    got = start.clone()
+    triton_kernels.dropped_keys(got, q, grad, out, lse, k, v, dropped, first, last, scale)
+
+    k_heads, v_heads = (x[dropped].repeat_interleave(2, dim=1) for x in (k, v))
+    p = (torch.einsum("qhd,khd->qhk", q, k_heads) * scale - lse[..., None]).exp()
+    dp = torch.einsum("qhd,khd->qhk", grad, v_heads) - (grad * out).sum(-1, keepdim=True)
+    ds = p * dp * scale * seen[:, None]
+    want = start + torch.einsum("qhk,khd->qhd", ds, k_heads)
+    assert len(rows) > 64 < len(dropped) and torch.allclose(got, want, atol=1e-4)
+
+
 def test_a_model_with_them(monkeypatch):
     plain = ops.kept_rows
 
@@ -94,7 +116,7 @@ def test_a_model_with_them(monkeypatch):
         return rows
 
     monkeypatch.setattr(ops, "kept_rows", kept_rows)
-    batch, length = 2, 100  # several blocks of queries and of keys
+    batch, length = 2, 20
     keep = random_keep(batch, length)
     model = small_llama(layers=1)
     reference = float64_reference(model)
