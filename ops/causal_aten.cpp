@@ -51,7 +51,8 @@ struct Groups {
   }
 
   // Scaled scores of folded queries, -inf where a query does not see a key: (G, R n, keys)
-  Tensor scores(const Tensor& q_GRd, const Tensor& k_Gkd, const Chunk& chunk, const Sight& sight, double scale) const {
+  Tensor scores(const Tensor& q_GRd, const Tensor& k_Gkd, const Chunk& chunk, const Sight& sight,
+                double scale) const {
     const auto scores = at::bmm(q_GRd, k_Gkd.transpose(1, 2)).mul_(scale);
     const auto bound = [&](const Tensor& t) { return t.narrow(0, chunk.begin, chunk.n).unsqueeze(1); };
     const auto key = at::arange(chunk.first, chunk.first + chunk.n_keys, sight.first_Q.options());
@@ -64,7 +65,7 @@ struct Groups {
 };
 
 // Key heads (m, G, d) as (G, m, d), in the dtype that everything here is computed in.
-Tensor by_group(const Tensor& x_mGd, at::ScalarType wide) { return x_mGd.to(wide).transpose(0, 1); }
+Tensor keys_by_group(const Tensor& x_mGd, at::ScalarType wide) { return x_mGd.to(wide).transpose(0, 1); }
 
 // Kept queries with what the backward needs of them, and the gradients that are summed over chunks.
 struct Backward {
@@ -72,10 +73,10 @@ struct Backward {
   Tensor q_KHd, grad_KHd, lse_KH1, delta_KH1, grad_q_KHd;
   double scale;
 
-  // Adds the share of some keys to dQ, and gives dK and dV: (G, m, d). k, v: (m, G, d).
+  // Adds the share of some keys to dQ, and to dK and dV (G, m, d) where they are wanted. k, v: (m, G, d).
   void add(const Tensor& k_mGd, const Tensor& v_mGd, const Sight& sight, Tensor* grad_k_Gmd, Tensor* grad_v_Gmd) {
     const auto wide = q_KHd.scalar_type();
-    const auto k_Gmd = by_group(k_mGd, wide), v_Gmd = by_group(v_mGd, wide);
+    const auto k_Gmd = keys_by_group(k_mGd, wide), v_Gmd = keys_by_group(v_mGd, wide);
     for_each_chunk(sight, q_KHd.size(1), [&](const Chunk& chunk) {
       const auto keys = [&](const Tensor& x_Gmd) { return x_Gmd.narrow(1, chunk.first, chunk.n_keys); };
       const auto q = groups.fold(q_KHd, chunk), grad = groups.fold(grad_KHd, chunk);
@@ -100,7 +101,7 @@ CausalOutput causal_aten(const Tensor& q_NHd, const Tensor& k_NGd, const Tensor&
   const auto wide = accumulate_dtype(q_NHd.scalar_type());
   const Groups groups(q_NHd, k_NGd);
   const auto& sight = rows.sight(Keys::kAll, q_NHd.device());
-  const auto k_GNd = by_group(k_NGd, wide), v_GNd = by_group(v_NGd, wide);
+  const auto k_GNd = keys_by_group(k_NGd, wide), v_GNd = keys_by_group(v_NGd, wide);
   auto out_NHd = at::empty_like(q_NHd);
   auto lse_NH = at::empty({q_NHd.size(0), q_NHd.size(1)}, q_NHd.options().dtype(wide));
   for_each_chunk(sight, q_NHd.size(1), [&](const Chunk& chunk) {

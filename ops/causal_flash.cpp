@@ -12,7 +12,7 @@
 namespace collider {
 namespace {
 
-// The gradients of all rows, from the gradient of the output at all rows.
+// Gradients from the gradient of the output; all tensors hold the same rows, those of the sight's queries.
 CausalGrads flash_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                            const Tensor& out, const Tensor& lse_NH, double scale, const Sight& sight) {
   // Without dropout the state of the random numbers is not read.
@@ -29,7 +29,7 @@ bool flash_applies(const Tensor& q_NHd, const KeptRows& rows) {
   if (rows.path(q_NHd) != Path::kFused) {
     return false;
   }
-  const int64_t d = q_NHd.size(2);
+  const int64_t d = q_NHd.size(2); // not every GPU has the backward of wider heads
   const bool takes_it = q_NHd.scalar_type() == at::kBFloat16 && d % 8 == 0 && d <= 192 &&
                         rows.sight(Keys::kAll, q_NHd.device()).longest > 1 &&
                         at::globalContext().userEnabledFlashSDP();

@@ -56,6 +56,7 @@ Tensor rotate_(Tensor x_NHd, const Tensor& cos, const Tensor& sin, bool inverse,
   if (rows.path(x_NHd) == Path::kFused) {
     using Rotate = void(const Tensor&, const Tensor&, const Tensor&, bool);
     if (const auto kernel = find_kernel<Rotate>("lightning_collider::rotate", x_NHd)) {
+      TORCH_INTERNAL_ASSERT(x_NHd.is_contiguous() && cos.is_contiguous() && sin.is_contiguous());
       kernel->call(x_NHd, cos, sin, inverse);
       return x_NHd;
     }

@@ -229,13 +229,13 @@ def rms_backward(
 
     Args:
         grad: (K, D).
-        x: (N, D), contiguous.
+        x: (N, D).
         weight: (D,).
         rstd: (N, 1) float32.
         rows: int64 (K,), or None where all rows are kept.
     """
     n_kept, width = grad.shape
-    grad = grad.contiguous()
+    grad, x = grad.contiguous(), x.contiguous()
     grad_x = torch.empty_like(grad)
     # Each program sums its share of the rows: enough of them to fill a GPU.
     partial = torch.zeros(min(max(n_kept, 1), 256), width, dtype=torch.float32, device=x.device)
