@@ -123,11 +123,12 @@ class _Sum:
         self.count += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tensors": dict(self.tensors), "total": self.total, "count": self.count}
+        tensors = {name: t.clone() for name, t in self.tensors.items()}
+        return {"tensors": tensors, "total": self.total, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tensors, self.total = dict(state["tensors"]), state["total"]
-        self.count = state["count"]
+        self.tensors = {name: t.clone() for name, t in state["tensors"].items()}
+        self.total, self.count = state["total"], state["count"]
 
 
 class FedAvg(Algorithm):

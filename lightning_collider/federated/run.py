@@ -11,6 +11,8 @@ Clients have no checkpoints: a run that goes on gives all of them new work, as w
 again in the field. Its numbers are those of such a run, not of one that was never stopped.
 """
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ import torch
 from flwr.app import Context, Message
 
 from lightning_collider.federated.client import Client
+from lightning_collider.federated.clock import Clock
 from lightning_collider.federated.messages import CORRECT
 from lightning_collider.federated.plots import plot_curves
-from lightning_collider.federated.server import Server
+from lightning_collider.federated.server import Mailbox, Server
 from lightning_collider.federated.settings import FederatedRecipe, make_algorithm
 from lightning_collider.federated.simulator import App, Simulator
 from lightning_collider.federated.state import Journal, ServerState
@@ -28,17 +31,28 @@ from lightning_collider.federated.tasks import Task, make_task
 from lightning_collider.training.files import read_json, write_json
 from lightning_collider.training.folder import claimed
 
+log = logging.getLogger(__name__)
 
-def run_federated(recipe: FederatedRecipe) -> dict[str, Any]:
+
+Connect = Callable[[Task], tuple[Mailbox, Clock]]
+
+
+def run_federated(recipe: FederatedRecipe, connect: Connect | None = None) -> dict[str, Any]:
     """Do what is left of a run, and return its results.
 
-    Raises FileExistsError for a folder that is not this recipe's, RuntimeError for one in use.
+    Args:
+        recipe: what is run.
+        connect: gives the grid and the clock of the clients; None: the simulator.
+
+    Raises:
+        FileExistsError: the folder is not this recipe's.
+        RuntimeError: the folder is in use, or the clients stay away.
     """
     with claimed(recipe) as folder:
         finished = (folder / "results.json").is_file()
         if not finished:
             journal = Journal(folder / "metrics.jsonl")
-            state = simulate(recipe, journal, folder / "server.ckpt")
+            state = train(recipe, journal, folder / "server.ckpt", connect, say=print)
             torch.save(state.weights, folder / "model.pt")
             plot_curves({recipe.algorithm: journal}, folder / "curves.png")
             write_json(folder / "results.json", summary(recipe, journal))
@@ -52,18 +66,23 @@ def run_federated(recipe: FederatedRecipe) -> dict[str, Any]:
     return results
 
 
-def simulate(
-    recipe: FederatedRecipe, journal: Journal, checkpoint: Path | None = None, say: Any = print
+def train(
+    recipe: FederatedRecipe,
+    journal: Journal,
+    checkpoint: Path | None = None,
+    connect: Connect | None = None,
+    say: Callable[[str], Any] = log.info,
 ) -> ServerState:
-    """Run a recipe on simulated clients; its rows go to the journal."""
+    """Run a recipe's server; its rows go to the journal. Arguments as in `run_federated`."""
     task = make_task(recipe.task, recipe.seed)
-    app = client_function(task, recipe)
-    simulator = Simulator(app, task.clients, recipe.simulation, recipe.seed)
+    if connect is None:
+        app = client_function(task, recipe)
+        simulator = Simulator(app, task.clients, recipe.simulation, recipe.seed)
+        grid, clock = simulator, simulator
+    else:
+        grid, clock = connect(task)
     algorithm = make_algorithm(recipe.algorithm, recipe.algorithms.get(recipe.algorithm, {}))
-    server = Server(
-        simulator, simulator, task, algorithm, recipe.server, journal, checkpoint, say
-    )
-    return server.run()
+    return Server(grid, clock, task, algorithm, recipe.server, journal, checkpoint, say).run()
 
 
 def client_function(task: Task, recipe: FederatedRecipe) -> App:
