@@ -27,28 +27,29 @@ HORIZON = {"tune": 40, "confirm": 60}  # simulated seconds of a run
 TARGET = 0.75  # accuracy
 TUNING_SEED, SEEDS = 100, (0, 1, 2)
 SPLITS = (0.1, 0.5)  # Dirichlet's alpha
-PAIRS = [(0.6, 0.5), (0.6, 0.25), (0.9, 0.25), (0.6, 0.0)]  # mixing, power
+PAIRS = [(0.6, 0.5), (0.6, 0.25), (0.9, 0.25), (0.6, 0.0), (0.9, 0.5), (0.6, 0.75)]  # mixing, power
 FEDASYNC = [{"mixing": a, "power": b} for a, b in PAIRS]
+BUFFERS = [(3, 1.0), (3, 2.0), (6, 1.0), (6, 2.0), (2, 1.0), (3, 0.7)]  # buffer, server_rate
+CORRECTIONS: list[dict[str, Any]] = [
+    {"power": 0.25, "steps": 2, "lam_max": 0.5, "t_warm": 50},
+    {"power": 0.25, "steps": 2, "lam_max": 0.9, "t_warm": 50},
+    {"power": 0.25, "steps": 5, "lam_max": 0.5, "t_warm": 50},
+    {"power": 0.25, "steps": 2, "lam_max": 0.5, "t_warm": 0},
+    {"power": 0.25, "steps": 2, "lam_max": 0.5, "temperature": 1.0},
+    {"power": 0.5, "steps": 2, "delay_from": "correction"},
+    # the six above all lost: the teacher misleads for longer, and a high temperature is worse
+    {"power": 0.5, "steps": 1, "temperature": 1.0, "lam_max": 0.5, "t_warm": 300},
+    {"power": 0.5, "steps": 2, "temperature": 1.0, "lam_max": 0.3, "t_warm": 300},
+    {"power": 0.5, "steps": 2, "temperature": 1.0, "lam_max": 0.9, "t_warm": 1000},
+    {"power": 0.5, "steps": 2, "temperature": 1.0, "lam_max": 0.3, "delay_from": "correction"},
+]
 # name in the tables -> the recipe's algorithm, and options to try
 TRIALS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "FedAvg": ("fedavg", [{}]),
     "FedAsync": ("fedasync", FEDASYNC),
-    "FedAsync + CE": ("fedasync", [{**pair, "extra_steps": 2} for pair in FEDASYNC]),
-    "FedBuff": (
-        "fedbuff",
-        [{"buffer": k, "server_rate": r} for k in (3, 6) for r in (1.0, 2.0)],
-    ),
-    "FedADT": (
-        "fedadt",
-        [
-            {"mixing": 0.6, "power": 0.25, "steps": 2, "lam_max": 0.5, "t_warm": 50},
-            {"mixing": 0.6, "power": 0.25, "steps": 2, "lam_max": 0.9, "t_warm": 50},
-            {"mixing": 0.6, "power": 0.25, "steps": 5, "lam_max": 0.5, "t_warm": 50},
-            {"mixing": 0.6, "power": 0.25, "steps": 2, "lam_max": 0.5, "t_warm": 0},
-            {"mixing": 0.6, "power": 0.25, "steps": 2, "lam_max": 0.5, "temperature": 1.0},
-            {"mixing": 0.6, "power": 0.5, "steps": 2, "delay_from": "correction"},
-        ],
-    ),
+    "FedAsync + CE": ("fedasync", [{**pair, "extra_steps": 2} for pair in FEDASYNC[:4]]),
+    "FedBuff": ("fedbuff", [{"buffer": k, "server_rate": r} for k, r in BUFFERS]),
+    "FedADT": ("fedadt", [{"mixing": 0.6, **choice} for choice in CORRECTIONS]),
 }
 
 

@@ -33,7 +33,7 @@ from lightning_collider.federated.messages import (
     weights_of,
 )
 from lightning_collider.federated.settings import ClientConfig
-from lightning_collider.federated.tasks import Task, mixed_seed
+from lightning_collider.federated.tasks import Task, mixed_seed, seeded
 
 PARTITION = "partition-id"  # Flower's name for the number of a node's part of the data
 TRAINED, TRAINED_JOB, OPTIMIZER = "trained", "trained-job", "optimizer"  # in Context.state
@@ -153,8 +153,7 @@ class Client:
     @contextmanager
     def _trainer(self, weights: Weights, seed: int, context: Context) -> Iterator[Trainer]:
         """A trainer under a seed of its own, with the kept optimizer's state if there is one."""
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             trainer = Trainer(self.task, weights, seed)
             if self.config.keep_optimizer and OPTIMIZER in context.state:
                 trainer.restore_optimizer(context.state[OPTIMIZER]["state"])

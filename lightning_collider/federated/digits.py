@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_collider.federated.tasks import Task, dirichlet_split, mixed_seed
+from lightning_collider.federated.tasks import Task, dirichlet_split, mixed_seed, seeded
 
 Batch = tuple[Tensor, Tensor]  # images float32 (B, 1, 8, 8) in [0, 1], digits int64 (B,)
 
@@ -80,8 +80,7 @@ class Digits(Task):
         self._parts = [(images[rest[p]], digits[rest[p]]) for p in parts]
 
     def module(self) -> SmallCNN:
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
+        with seeded(self.seed):
             return SmallCNN(self.learning_rate, self.momentum)
 
     def examples(self, client: int) -> int:

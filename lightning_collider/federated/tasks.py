@@ -6,11 +6,13 @@ A recipe names one of `TASKS`, or a class of your own as `package.module:Class`.
 import functools
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import numpy as np
+import torch
 
 from lightning_collider.federated.settings import TaskConfig, refuse_unknown_options
 
@@ -92,6 +94,21 @@ def make_task(config: TaskConfig, seed: int) -> Task:
 def mixed_seed(*numbers: int) -> int:
     """One seed from several numbers, the same on each machine."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch draws from this seed within, and goes on as before behind it.
+
+    `torch.manual_seed` would queue a call, with its stack trace, for each kind of device that has
+    not been used yet: milliseconds, and memory that is never freed.
+    """
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed_all(seed)
+        yield
 
 
 def dirichlet_split(

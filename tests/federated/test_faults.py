@@ -120,8 +120,9 @@ def test_update_fifty_versions_late_is_weighted_or_refused(max_delay):
             task={"clients": 2},
         )
     )
-    slow = federation.simulator.clients[FIRST_NODE]
-    slow.speed = federation.simulator.clients[FIRST_NODE + 1].speed / 55
+    slow, fast = federation.simulator.clients.values()
+    share = federation.task.examples(0) / federation.task.examples(1)
+    slow.speed = fast.speed * share / 55  # 55 jobs of the fast one
     federation.run()
     late = [r for r in federation.journal.of("update") if r["client"] == slow.node]
     if max_delay is None:
