@@ -23,7 +23,7 @@ from lightning_collider.federated.run import train
 from lightning_collider.federated.state import Journal, read_rows
 from lightning_collider.training.config import load_federated
 
-HORIZON = {"tune": 40, "confirm": 60}  # simulated seconds of a run
+HORIZON = {"tune": 40, "confirm": 80}  # simulated seconds of a run
 TARGET = 0.75  # accuracy
 TUNING_SEED, SEEDS = 100, (0, 1, 2)
 SPLITS = (0.1, 0.5)  # Dirichlet's alpha

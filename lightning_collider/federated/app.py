@@ -35,7 +35,9 @@ from pathlib import Path
 
 from lightning_collider.federated.flower import apps
 
-server_app, client_app = apps(Path(__file__).with_name("recipe.yaml").read_text())
+both = apps(Path(__file__).with_name("recipe.yaml").read_text())
+server_app = both[0]  # Flower looks for these names without running this file
+client_app = both[1]
 '''
 
 
