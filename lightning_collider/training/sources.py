@@ -82,9 +82,14 @@ def _generate_items(family: str, seed: int) -> Iterator[dict[str, Any]]:
         yield from (data[number] for number in range(BLOCK))
 
 
+def library_documents() -> list[str]:
+    """Hand-written modules of the standard library in parts of LARGEST_DOCUMENT, by their paths."""
+    return _library_parts()[False]
+
+
 def general_documents(seed: int) -> list[str]:
-    """Hand-written modules of the standard library in parts of LARGEST_DOCUMENT, shuffled."""
-    return _shuffled(_library_parts()[False], seed)
+    """The same, shuffled."""
+    return _shuffled(library_documents(), seed)
 
 
 def noise_documents(seed: int) -> Iterator[str]:
