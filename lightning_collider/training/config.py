@@ -72,12 +72,15 @@ class ArmConfig:
     keep: float = 1.0  # part of the targets that stays in the backward, in (0, 1]
     over: str = "batch"  # rank tokens over the "batch" or over each "sequence"
     keep_warmup_steps: int = 0  # steps over which the kept part goes from 1 to keep
+    stored_losses: bool = False  # compute the reference's losses once, before the run
 
 
 @dataclass
 class EvalConfig:
     tasks: list[str] = MISSING  # names of lm-eval tasks in eval/tasks
     batch_size: int = MISSING  # sequences scored at once
+    heldout_batches: int = MISSING  # micro-batches of held-out mixed text, looked at while training
+    heldout_points: int = MISSING  # how often, beside the start
 
 
 @dataclass
@@ -166,7 +169,7 @@ def _size_checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
         "model": "hidden_size intermediate_size layers heads key_value_heads",
         "train": "steps batch_size accumulate learning_rate clip_norm log_every checkpoint_every",
         "reference": "steps",
-        "eval": "batch_size",
+        "eval": "batch_size heldout_batches heldout_points",
     }
     for section, keys in positive.items():
         for key in keys.split():
@@ -215,3 +218,7 @@ def _arm_checks(arms: dict[str, ArmConfig]) -> Iterator[tuple[str, bool]]:
         )
         yield f"{at}.over must be batch or sequence, not {arm.over!r}", arm.over in OVER
         yield f"{at}.keep_warmup_steps must not be negative", arm.keep_warmup_steps >= 0
+        yield (
+            f"{at}.stored_losses=true has no effect without selector: excess_loss",
+            not arm.stored_losses or arm.selector == "excess_loss",
+        )

@@ -37,25 +37,40 @@ def export(source: Path, target: Path) -> Path:
         raise FileExistsError(
             f"{target} is not empty and nothing in it is overwritten: name another"
         )
-    weights, config = read_weights(checkpoint)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), dtype=next(iter(weights.values())).dtype
-    )
-    model.load_state_dict(weights)
-    tokenizer = checkpoint.parent.parent / "tokenizer"
-    if tokenizer.is_dir():
+    model = model_of(checkpoint)
+    tokenizer = tokenizer_folder(checkpoint)
+    if tokenizer is not None:
         _name_special_tokens(model, AutoTokenizer.from_pretrained(tokenizer))
     target.parent.mkdir(parents=True, exist_ok=True)
     # Whole or not at all: a folder that is there is complete.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:
         draft = Path(work) / "model"
         model.save_pretrained(draft)
-        if tokenizer.is_dir():
+        if tokenizer is not None:
             shutil.copytree(tokenizer, draft, dirs_exist_ok=True)
         if target.exists():
             target.rmdir()
         draft.rename(target)
     return checkpoint
+
+
+def model_of(checkpoint: Path) -> PreTrainedModel:
+    """The model of a checkpoint, as its exported folder would give it."""
+    weights, config = read_weights(checkpoint)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), dtype=next(iter(weights.values())).dtype
+    )
+    model.load_state_dict(weights)
+    return model
+
+
+def tokenizer_folder(checkpoint: Path) -> Path | None:
+    """The tokenizer of the run that a checkpoint lies in; arms of a comparison share one."""
+    for parent in checkpoint.resolve().parents:
+        for folder in (parent / "tokenizer", parent / "corpus" / "tokenizer"):
+            if (folder / "tokenizer_config.json").is_file():
+                return folder
+    return None
 
 
 def _name_special_tokens(model: PreTrainedModel, tokenizer: Any) -> None:

@@ -10,15 +10,15 @@ from pickle import UnpicklingError
 from typing import Any, cast
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lightning_collider.training.callbacks import MetricsFile
 from lightning_collider.training.config import Recipe, TrainConfig
-from lightning_collider.training.data import PackedData
+from lightning_collider.training.data import PackedData, PackedRows
 from lightning_collider.training.module import LanguageModel
 
 # Warnings that would mislead, or that are for Lightning's own developers.
@@ -45,10 +45,11 @@ MODEL_KEYS = (
 class Job:
     """What distinguishes one training run of a recipe from another."""
 
-    folder: Path  # receives checkpoints/, log/ and model/
-    rows: np.ndarray  # (rows, T) token ids
+    folder: Path  # receives checkpoints/, log/, metrics.jsonl and model/
+    data: PackedRows
     steps: int  # optimizer steps
     strategy: Strategy
+    callbacks: tuple[L.Callback, ...] = ()
 
 
 def model_config(recipe: Recipe, vocab_size: int, **special_tokens: Any) -> LlamaConfig:
@@ -92,8 +93,12 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
         config,
         job.strategy,
         devices=1,
-        logger=CSVLogger(job.folder, name="log"),
+        logger=[
+            CSVLogger(job.folder, name="log"),
+            MetricsFile(job.folder / "metrics.jsonl", step_of(checkpoint)),
+        ],
         callbacks=[
+            *job.callbacks,
             ModelCheckpoint(
                 job.folder / "checkpoints", "{step}", every_n_train_steps=config.checkpoint_every
             ),
@@ -101,7 +106,7 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
             TQDMProgressBar(refresh_rate=5),
         ],
     )
-    data = PackedData(job.rows, config.batch_size, recipe.seed)
+    data = PackedData(job.data, config.batch_size, recipe.seed)
     with quiet():
         trainer.fit(module, data, ckpt_path=checkpoint)
     if trainer.is_global_zero:
@@ -123,8 +128,12 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of the largest step in a folder, or None when there is none."""
-    found = {int(path.stem.partition("=")[2]): path for path in folder.glob("step=*.ckpt")}
-    return found[max(found)] if found else None
+    return max(folder.glob("step=*.ckpt"), key=step_of, default=None)
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """Optimizer steps done in a checkpoint of this module's, 0 without one."""
+    return 0 if checkpoint is None else int(checkpoint.stem.partition("=")[2])
 
 
 def check_checkpoint(path: Path, module: LanguageModel) -> None:
