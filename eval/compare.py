@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_collider.eval.harness import SUITES, evaluate
 from lightning_collider.training.files import write_json
+from lightning_collider.training.markdown import markdown_table
 
 PACKAGES = ("lightning-collider", "torch", "transformers", "lm-eval", "datasets")
 
@@ -73,10 +74,7 @@ def to_markdown(scores: dict[str, dict[str, Any]]) -> str:
         [f"{task}: {about['metric']}", *(_text(found[task]) for found in scores.values())]
         for task, about in tasks.items()
     ]
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in (head, *rows)]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table([head, *rows])
 
 
 def _text(score: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from lightning_collider.training.export import find_checkpoint, model_of, tokeni
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 BOOTSTRAPS = 100  # resamplings for standard errors that have no formula
 TASKS = tuple(sorted(path.stem for path in TASKS_FOLDER.glob("*.yaml")))
+FILE_TASKS = tuple(sorted(path.stem for path in TASKS_FOLDER.glob("files/*.yaml")))
 # The general and the maths suite of the Collider and RHO-1 papers, by lm-eval's names.
 SUITES = {
     "offline": TASKS,
@@ -47,6 +48,7 @@ def evaluate(
     corpus_dir: str | Path | None = None,
     batch_size: int | None = None,
     limit: int | None = None,
+    data_dir: str | Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Score one model: task -> {"metric", "value", "stderr" (None: unknown), "items"}.
 
@@ -57,6 +59,7 @@ def evaluate(
             checkpoint lies in, and where there is none, generated items.
         batch_size: texts scored at once; None: as the free memory allows.
         limit: score only the first items of each task.
+        data_dir: folder with the files that the tasks of eval/tasks/files read.
 
     Raises:
         FileNotFoundError: no checkpoint there.
@@ -70,7 +73,7 @@ def evaluate(
     corpus = find_corpus(checkpoint) if corpus_dir is None else Path(corpus_dir)
     if corpus is not None and not (corpus / "heldout.json").is_file():
         raise FileNotFoundError(f"{corpus} is no corpus folder (no heldout.json in it)")
-    loaded = load_tasks(list(tasks), corpus)
+    loaded = load_tasks(list(tasks), {"corpus_dir": corpus, "data_dir": data_dir})
     return _score(model, tokenizer, list(tasks), loaded, batch_size, limit)
 
 
@@ -96,16 +99,19 @@ def find_corpus(checkpoint: Path) -> Path | None:
     return None
 
 
-def load_tasks(tasks: list[str], corpus: Path | None) -> Any:
-    """lm-eval's task objects. Raises ValueError and ConnectionError as `evaluate` does."""
+def load_tasks(tasks: list[str], places: dict[str, Any]) -> Any:
+    """lm-eval's task objects; `places` go to the functions of ours that give their items.
+
+    Raises ValueError and ConnectionError as `evaluate` does.
+    """
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    ours = set(tasks) <= set(TASKS)
+    theirs = sorted(set(tasks) - {*TASKS, *FILE_TASKS})
     manager = TaskManager(
         include_path=str(TASKS_FOLDER),
-        include_defaults=not ours,  # lm-eval's own are 15,000 files, read one by one
-        metadata={"corpus_dir": corpus},
+        include_defaults=bool(theirs),  # lm-eval's own are 15,000 files, read one by one
+        metadata=places,
     )
     unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown:
@@ -116,10 +122,10 @@ def load_tasks(tasks: list[str], corpus: Path | None) -> Any:
     try:
         return manager.load(tasks)
     except OSError as error:
-        if ours:
+        if not theirs:
             raise
         raise ConnectionError(
-            f"the data of {', '.join(sorted(set(tasks) - set(TASKS)))} cannot be had from the hub "
+            f"the data of {', '.join(theirs)} cannot be had from the hub "
             f"({error}). `--suite offline` needs no network"
         ) from error
 

@@ -165,10 +165,10 @@ function scoreOf(text, now, row, token) {
 
 function tokenHtml(text, now, row, token) {
   const word = text.tokens[row][token];
-  const source = text.sources?.[row][token];
+  const source = text.sources[row][token];
   const found = scoreOf(text, now, row, token);
   let html = "";
-  if (source && (token === 0 || source !== text.sources[row][token - 1]))
+  if (token === 0 || source !== text.sources[row][token - 1])
     html += `<span class="source">${escape(source)}</span>`;
   const shown = word === text.end ? "¶\n" : word.replace(/\n/g, "↵\n");
   const classes = (found?.dropped ? "dropped " : "") + (word === text.end ? "end" : "");
@@ -214,8 +214,8 @@ function tell(event) {
   const text = data.samples[sample], now = text.records[record];
   const row = +span.dataset.row, token = +span.dataset.token;
   const found = scoreOf(text, now, row, token);
-  const parts = [`step ${now.step}`, `“${text.tokens[row][token].replace(/\n/g, "↵")}”`];
-  if (text.sources) parts.push(text.sources[row][token]);
+  const word = text.tokens[row][token].replace(/\n/g, "↵");
+  const parts = [`step ${now.step}`, `“${word}”`, text.sources[row][token]];
   if (!found) parts.push("is predicted by nothing");
   else {
     parts.push(`loss ${found.loss.toFixed(2)}`);

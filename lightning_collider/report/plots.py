@@ -4,6 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, PercentFormatter
+
 from lightning_collider.report.page import charts
 from lightning_collider.report.read import read_runs
 
@@ -16,7 +20,7 @@ DOTS = 300  # an inch
 def write_plots(folders: list[Path], target: Path) -> list[Path]:
     """Draw every chart of some runs over input tokens; return the files, NAME.png.
 
-    Raises FileNotFoundError as read_run does, RuntimeError without matplotlib.
+    Raises FileNotFoundError as read_run does.
     """
     arms = [arm for run in read_runs(folders) for arm in run.arms]
     names = [arm.name for arm in arms]
@@ -26,12 +30,6 @@ def write_plots(folders: list[Path], target: Path) -> list[Path]:
 
 def draw(chart: dict[str, Any], names: list[str], target: Path) -> Path:
     """One chart as a PNG file."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter, PercentFormatter
-    except ImportError as error:
-        raise RuntimeError("plots need matplotlib: pip install matplotlib") from error
     figure = Figure(SIZE, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -100,10 +100,11 @@ def read_runs(folders: list[Path]) -> list[Run]:
     """Read several folders; with more than one, arms are named RUN/ARM."""
     runs = [read_run(folder) for folder in folders]
     if len(runs) > 1:
+        distinct = len({run.folder.name for run in runs}) == len(runs)
         for run in runs:
+            name = run.folder.name if distinct else str(run.folder)
             for arm in run.arms:
-                single = len(run.arms) == 1
-                arm.name = run.folder.name if single else f"{run.folder.name}/{arm.name}"
+                arm.name = name if len(run.arms) == 1 else f"{name}/{arm.name}"
     return runs
 
 

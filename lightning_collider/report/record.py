@@ -91,19 +91,20 @@ class TextSample(AtSteps):
     Args:
         batch: tensors (B, T) as the run's loader gives them; the selector ranks all of it.
         tokenizer: turns ids back into text.
-        sources: names (B, T) of where each token comes from, where that is known.
+        sources: names (B, T) of where each token comes from.
     """
 
     def __init__(
-        self, path: Path, batch: dict[str, Tensor], tokenizer: Any, sources: Any = None
+        self, path: Path, batch: dict[str, Tensor], tokenizer: Any, sources: np.ndarray
     ) -> None:
         super().__init__(SAMPLE_POINTS)
         self.path, self.batch = path, batch
-        ids = _shown(batch["input_ids"])
+        self.rows = mixed(sources)[:SAMPLE_ROWS]
+        ids = self._shown(batch["input_ids"])
         self.about = {
             "tokens": [[tokenizer.decode([i]) for i in row] for row in ids],
-            "sources": None if sources is None else _shown(np.asarray(sources)),
-            "has_target": _shown(shift_labels(batch["labels"]) != NO_TARGET),
+            "sources": self._shown(sources),
+            "has_target": self._shown(shift_labels(batch["labels"]) != NO_TARGET),
         }
 
     def record(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
@@ -113,12 +114,29 @@ class TextSample(AtSteps):
         before = read_json(self.path)["records"] if self.path.is_file() else []
         now = {
             "step": step,
-            "losses": _rounded(seen.losses),
-            "keep": None if seen.keep is None else _shown(seen.keep.cpu()),
+            "losses": self._rounded(seen.losses),
+            "keep": None if seen.keep is None else self._shown(seen.keep.cpu()),
         }
-        reference = None if seen.reference is None else _rounded(seen.reference)
+        reference = None if seen.reference is None else self._rounded(seen.reference)
         records = [r for r in before if r["step"] < step] + [now]
         write_json(self.path, {**self.about, "reference": reference, "records": records})
+
+    def _shown(self, values: Any) -> list[list[Any]]:
+        return values[self.rows, :SAMPLE_TOKENS].tolist()
+
+    def _rounded(self, values: Tensor) -> list[list[float]]:
+        return [[round(x, 3) for x in row] for row in self._shown(values.float().cpu())]
+
+
+def mixed(sources: np.ndarray) -> list[int]:
+    """All rows of (B, T) names, beginning with a few that have every name among them."""
+    seen: set[str] = set()
+    first = []
+    for number, row in enumerate(sources):
+        if not seen.issuperset(row):
+            first.append(number)
+            seen.update(row)
+    return first + [n for n in range(len(sources)) if n not in first]
 
 
 @dataclass(frozen=True)
@@ -252,11 +270,3 @@ def token_sizes(tokenizer: Any) -> np.ndarray:
     # In a byte-level vocabulary one character stands for one byte.
     words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     return np.array([0 if i in special else len(word) for i, word in enumerate(words)])
-
-
-def _shown(rows: Any) -> list[list[Any]]:
-    return rows[:SAMPLE_ROWS, :SAMPLE_TOKENS].tolist()
-
-
-def _rounded(rows: Tensor) -> list[list[float]]:
-    return [[round(x, 3) for x in row] for row in _shown(rows.float().cpu())]

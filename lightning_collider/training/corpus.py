@@ -16,6 +16,7 @@ Files of a corpus folder (T = sequence length; rows are in the order in which th
 import dataclasses
 import itertools
 import json
+import math
 import platform
 import random
 from collections.abc import Iterator, Mapping
@@ -78,7 +79,7 @@ def build_corpus(recipe: Recipe, folder: Path) -> None:
     held = heldout_documents(recipe.seed)
     held_streams = {name: iter(texts) for name, texts in held.items()}
     held_streams["target"] = (problem.text for problem in heldout)
-    held_mixed = _mix(held_streams, tokenizer, shares, heldout_rows * length, recipe.seed)
+    held_mixed = _mix(held_streams, tokenizer, shares, heldout_rows * length, recipe.seed, True)
 
     folder.mkdir(parents=True, exist_ok=True)
     train, sources = pack(mixed, length, rows)
@@ -168,11 +169,18 @@ def _mix(
     shares: dict[str, float],
     tokens: int,
     seed: int,
+    exact: bool = False,
 ) -> list[tuple[int, list[int]]]:
-    """Encoded documents of all sources by share, shuffled, each with its source's number."""
+    """Encoded documents of all sources by share, shuffled, each with its source's number.
+
+    `exact` cuts the last document of a source, so that few documents have the right shares too.
+    """
     mixed: list[tuple[int, list[int]]] = []
     for name, share in shares.items():
-        taken = _take_tokens(streams[name], tokenizer, share * tokens, name)
+        wanted = math.ceil(share * tokens)
+        taken = _take_tokens(streams[name], tokenizer, wanted, name)
+        if exact and taken:
+            taken[-1] = taken[-1][: wanted - sum(map(len, taken[:-1]))]
         mixed += [(SOURCES.index(name), ids) for ids in taken]
     random.Random(seed).shuffle(mixed)
     return mixed

@@ -74,10 +74,11 @@ class Meter(nn.Module):
 
     def now(self) -> dict[str, float]:
         """Input tokens and seconds of training so far."""
-        return {
-            "input_tokens": self.totals["input_tokens"] + self.tokens.compute().item(),
-            "seconds": self.totals["seconds"] + time.perf_counter() - self._since,
-        }
+        so_far = {name: self.totals[name] for name in ("input_tokens", "seconds")}
+        if self._batches > 0:
+            so_far["input_tokens"] += self.tokens.compute().item()
+            so_far["seconds"] += time.perf_counter() - self._since
+        return so_far
 
     def update(self, out: Any, labels: torch.Tensor) -> None:
         """Take in one batch: the model's output and its labels (B, T)."""

@@ -123,28 +123,31 @@ def _store_losses(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
     draft.replace(folder / "losses.npy")
 
 
-def _fit_arm(recipe: Recipe, arm: ArmConfig, corpus: Corpus, folder: Path, reference: Path) -> None:
-    stored = np.load(reference / "losses.npy", mmap_mode="r") if arm.stored_losses else None
-    live = arm.selector == "excess_loss" and not arm.stored_losses
+def strategy_of(recipe: Recipe, arm: ArmConfig, reference: Path) -> lc.ColliderStrategy:
+    """The strategy that an arm's keys describe; `reference` is the reference model's run folder."""
     if arm.selector == "none":
-        strategy = lc.ColliderStrategy(engine=recipe.train.engine)
-    else:
-        strategy = lc.ColliderStrategy(
-            keep=arm.keep,
-            selector=arm.selector,
-            reference=reference / "model" if live else None,
-            engine=recipe.train.engine,
-            over=arm.over,
-            keep_warmup_steps=arm.keep_warmup_steps,
-            seed=recipe.seed,
-        )
+        return lc.ColliderStrategy(engine=recipe.train.engine)
+    live = arm.selector == "excess_loss" and not arm.stored_losses
+    return lc.ColliderStrategy(
+        keep=arm.keep,
+        selector=arm.selector,
+        reference=reference / "model" if live else None,
+        engine=recipe.train.engine,
+        over=arm.over,
+        keep_warmup_steps=arm.keep_warmup_steps,
+        seed=recipe.seed,
+    )
+
+
+def _fit_arm(recipe: Recipe, arm: ArmConfig, corpus: Corpus, folder: Path, reference: Path) -> None:
+    stored = heldout = None
+    if arm.stored_losses:
+        stored = np.load(reference / "losses.npy", mmap_mode="r")
+        size = recipe.train.batch_size
+        heldout = reference_losses(reference / "model", corpus.heldout, size)
     data = PackedRows(corpus.train, stored)
-    heldout_losses = None
-    if stored is not None:
-        heldout_losses = reference_losses(
-            reference / "model", corpus.heldout, recipe.train.batch_size
-        )
-    records = _records(recipe, corpus, folder, data, heldout_losses)
+    records = _records(recipe, corpus, folder, data, heldout)
+    strategy = strategy_of(recipe, arm, reference)
     job = Job(folder, data, recipe.train.steps, strategy, records)
     write_json(folder / "train.json", fit(recipe, job, corpus.tokenizer))
 
