@@ -88,4 +88,4 @@ def short_names(paths: list[str]) -> list[str]:
     shared = 0
     while all(len(p) > shared + 1 for p in parts) and len({p[shared] for p in parts}) == 1:
         shared += 1
-    return ["/".join(part[shared:]) for part in parts]
+    return [str(Path(*part[shared:])) for part in parts]

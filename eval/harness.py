@@ -110,7 +110,7 @@ def load_tasks(tasks: list[str], places: dict[str, Any]) -> Any:
     theirs = sorted(set(tasks) - {*TASKS, *FILE_TASKS})
     manager = TaskManager(
         include_path=str(TASKS_FOLDER),
-        include_defaults=bool(theirs),  # lm-eval's own are 15,000 files, read one by one
+        include_defaults=bool(theirs),  # 15,000 files, read one by one
         metadata=places,
     )
     unknown = sorted(set(tasks) - set(manager.all_tasks))

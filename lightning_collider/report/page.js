@@ -30,13 +30,13 @@ function ticks(low, high, wanted) {
 
 /* ---- charts ---- */
 
-function range(series) {
+function range(series, level) {
   const points = series.flatMap((s) => s.points);
   const right = Math.max(...points.map((p) => p[axis]), 1e-9);
   let late = points.filter((p) => p[axis] >= right / 10);
   if (late.length < 2) late = points;
-  let low = Math.min(...late.map((p) => p[2]));
-  let high = Math.max(...late.map((p) => p[2]));
+  const values = late.map((p) => p[2]).concat(level === null ? [] : [level]);
+  const low = Math.min(...values), high = Math.max(...values);
   const room = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
   return { right, low: low - room, high: high + room };
 }
@@ -47,7 +47,7 @@ function draw(box, spec) {
   const left = 44, top = 8, bottom = height - 24, end = width - 8;
   let inner = "";
   if (series.length) {
-    const { right, low, high } = range(series);
+    const { right, low, high } = range(series, spec.level);
     const x = (v) => left + ((end - left) * v) / right;
     const y = (v) => bottom - ((bottom - top) * (v - low)) / (high - low);
     for (const t of ticks(low, high, 4))
@@ -57,7 +57,7 @@ function draw(box, spec) {
       inner += `<text x="${Math.min(x(t), end - 8)}" y="${height - 7}" text-anchor="middle">${short(t)}</text>`;
     const clip = `clip${box.dataset.number}`;
     inner += `<clipPath id="${clip}"><rect x="${left - 2}" y="${top - 2}" width="${end - left + 6}" height="${bottom - top + 4}"/></clipPath>`;
-    if (spec.level !== null && spec.level > low && spec.level < high)
+    if (spec.level !== null)
       inner += `<line class="level" x1="${left}" x2="${end}" y1="${y(spec.level)}" y2="${y(spec.level)}"/>` +
         `<text x="${end}" y="${y(spec.level) - 4}" text-anchor="end">chance</text>`;
     for (const s of series) {
@@ -180,12 +180,13 @@ function drawText() {
   const text = data.samples[sample], now = text.records[record];
   byId("rows").innerHTML = text.tokens.map((words, row) =>
     `<div class="row">${words.map((_, token) => tokenHtml(text, now, row, token)).join("")}</div>`).join("");
-  byId("scale").innerHTML = (text.reference
-    ? `Each token's colour is its excess loss: the model's loss less the reference model's.
-       below <span class="bar"></span> above the reference, by 3 nats or more at the ends.`
-    : `Each token's colour is its loss, 0 <span class="bar one"></span> 9 nats or more.`) +
-    (now.keep ? " Struck through: dropped from the backward." : " Nothing is dropped in this run.") +
-    " The same text at each step; ¶ ends a document.";
+  byId("scale").innerHTML = text.reference
+    ? `excess loss, nats: &minus;3 or less <span class="bar"></span> 3 or more`
+    : `loss, nats: 0 <span class="bar one"></span> 9 or more`;
+  byId("legend-text").textContent =
+    (text.reference ? "Excess loss is the model's loss of a token less the reference model's. " : "") +
+    (now.keep ? "Struck through: dropped from the backward. " : "Nothing is dropped in this run. ") +
+    "It is the same text at each step; ¶ ends a document.";
 }
 
 function startText() {

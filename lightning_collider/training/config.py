@@ -63,7 +63,8 @@ class TrainConfig:
 
 @dataclass
 class ReferenceConfig:
-    steps: int = MISSING  # optimizer steps on clean target text
+    steps: int = MISSING  # optimizer steps on clean text
+    weights: dict[str, float] = MISSING  # source -> its part of that text
 
 
 @dataclass
@@ -160,6 +161,8 @@ def _checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
     """Pairs of a message and whether the recipe is free of the mistake it names."""
     yield from _size_checks(recipe)
     yield from _corpus_checks(recipe.corpus)
+    yield from _weight_checks("corpus.weights", recipe.corpus.weights)
+    yield from _weight_checks("reference.weights", recipe.reference.weights)
     yield from _arm_checks(recipe.arms)
 
 
@@ -191,15 +194,17 @@ def _size_checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
 
 
 def _corpus_checks(corpus: CorpusConfig) -> Iterator[tuple[str, bool]]:
-    weights = corpus.weights
     # the first token of a sequence is never a target, so one token has none
     yield "corpus.sequence_length must be at least 2", corpus.sequence_length >= 2
     yield "corpus.vocab_size must be at least 257: 256 bytes, end of text", corpus.vocab_size >= 257
     yield "corpus.tokenizer_characters must be above 0", corpus.tokenizer_characters > 0
     yield "corpus.heldout_problems must be above 0", corpus.heldout_problems > 0
-    yield f"corpus.weights must name {', '.join(SOURCES)}", sorted(weights) == sorted(SOURCES)
-    yield "corpus.weights must not be negative", min(weights.values()) >= 0
-    yield "corpus.weights must not all be 0", sum(weights.values()) > 0
+
+
+def _weight_checks(name: str, weights: dict[str, float]) -> Iterator[tuple[str, bool]]:
+    yield f"{name} must name {', '.join(SOURCES)}", sorted(weights) == sorted(SOURCES)
+    yield f"{name} must not be negative", min(weights.values()) >= 0
+    yield f"{name} must not all be 0", sum(weights.values()) > 0
 
 
 def _arm_checks(arms: dict[str, ArmConfig]) -> Iterator[tuple[str, bool]]:

@@ -9,7 +9,7 @@ Files of a corpus folder (T = sequence length; rows are in the order in which th
     tokenizer/       what `PreTrainedTokenizerFast.from_pretrained` reads
     train.npy        (rows, T) token ids of the arms: all sources, mixed by weight
     sources.npy      (rows, T) uint8, which source each of those tokens comes from
-    reference.npy    (rows, T) token ids of the reference model: other problems of the target domain
+    reference.npy    (rows, T) token ids of the reference model: other documents, clean ones
     manifest.json    counts, hashes and versions; written last, so its presence means "complete"
 """
 
@@ -72,10 +72,9 @@ def build_corpus(recipe: Recipe, folder: Path) -> None:
     heldout_rows = recipe.eval.heldout_batches * rows_a_step
     rows_a_step *= recipe.train.accumulate
     rows, reference_rows = recipe.train.steps * rows_a_step, recipe.reference.steps * rows_a_step
-    shares = _shares(recipe.corpus.weights)
+    shares, clean_shares = _shares(recipe.corpus.weights), _shares(recipe.reference.weights)
     mixed = _mix(streams, tokenizer, shares, rows * length, recipe.seed)
-    target = SOURCES.index("target")
-    clean = _take_tokens(streams["target"], tokenizer, reference_rows * length, "target")
+    clean = _mix(streams, tokenizer, clean_shares, reference_rows * length, recipe.seed)
     held = heldout_documents(recipe.seed)
     held_streams = {name: iter(texts) for name, texts in held.items()}
     held_streams["target"] = (problem.text for problem in heldout)
@@ -84,7 +83,7 @@ def build_corpus(recipe: Recipe, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     train, sources = pack(mixed, length, rows)
     arrays = {"train": train, "sources": sources}
-    arrays["reference"], _ = pack([(target, ids) for ids in clean], length, reference_rows)
+    arrays["reference"], _ = pack(clean, length, reference_rows)
     arrays["heldout"], arrays["heldout_sources"] = pack(held_mixed, length, heldout_rows)
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array)

@@ -107,7 +107,7 @@ def _stage(name: str, marker: Path, work: Callable[[], None]) -> None:
 
 
 def _fit_reference(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
-    """The reference model: same shape and initial weights, trained on clean target text only."""
+    """The reference model: same shape and initial weights, trained on clean text only."""
     strategy = lc.ColliderStrategy(engine=recipe.train.engine)
     job = Job(folder, PackedRows(corpus.reference), recipe.reference.steps, strategy)
     write_json(folder / "train.json", fit(recipe, job, corpus.tokenizer))

@@ -89,7 +89,8 @@ def general_documents(seed: int, held_out: bool = False) -> list[str]:
     `held_out` gives HELD_OUT of them, which are not among the others.
     """
     parts = _shuffled(_library_parts()[False], seed)
-    return parts[-HELD_OUT:] if held_out else parts[:-HELD_OUT]
+    apart = parts[-HELD_OUT:]
+    return apart if held_out else _without(parts, apart)
 
 
 def noise_documents(seed: int, held_out: bool = False) -> Iterator[str]:
@@ -100,12 +101,18 @@ def noise_documents(seed: int, held_out: bool = False) -> Iterator[str]:
     rng = random.Random(f"{seed}-held-out" if held_out else seed)
     tables = _shuffled(_library_parts()[True], seed)
     words = [word for part in tables[:50] for word in part.split()]
-    tables = tables[:HELD_OUT] if held_out else tables[HELD_OUT:]
+    tables = tables[:HELD_OUT] if held_out else _without(tables, tables[:HELD_OUT])
     makers = (_hex_dump, _number_table, lambda rng: _shuffled_words(rng, words))
     while True:
         if tables:
             yield tables.pop()
         yield rng.choice(makers)(rng)
+
+
+def _without(texts: list[str], apart: list[str]) -> list[str]:
+    """Texts that are not among others: the library has some twice."""
+    others = set(apart)
+    return [text for text in texts if text not in others]
 
 
 def split_document(text: str, largest: int = LARGEST_DOCUMENT) -> list[str]:
