@@ -237,8 +237,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     left.set_title("filtered against masked, all parameters", fontsize=9)
     middle.set_title("by layer, excess loss, keep 0.6", fontsize=9)
     right.set_title(f"by kind of parameter, step {last}", fontsize=9)
-    low = min(line["filtered_masked"] for line in lines)
-    right.set_xlim(max(0.0, low - 0.1), 1.0)
+    right.set_xlim(min(line["filtered_masked"] for line in kinds) - 0.02, 1.0)
     for axes in (left, middle):
         axes.set_xlabel("step", fontsize=8)
         axes.set_ylabel("cosine", fontsize=8)
@@ -246,6 +245,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     for axes in (left, middle, right):
         axes.tick_params(labelsize=7)
         axes.grid(color="#dddddd", linewidth=0.5)
+        axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=200)
 
