@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 import lightning_collider as lc
 from lightning_collider.eval.flops import StepFlops, step_flops
 from lightning_collider.eval.memory import peak_bytes
-from lightning_collider.eval.shapes import SHAPES, attention_width
+from lightning_collider.eval.shapes import SHAPES
 from lightning_collider.filtering.token_filter import TokenFilter
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -184,6 +184,12 @@ def labels_of_kept(labels: Tensor, keep: Tensor) -> Tensor:
     kept = labels.clone()
     kept[:, 1:][~keep[:, :-1]] = -100
     return kept
+
+
+def attention_width(config: PretrainedConfig) -> int:
+    """Query heads times head size."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_attention_heads * head_dim
 
 
 Seen = dict[str, list[tuple[float, float]]]

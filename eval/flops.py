@@ -16,9 +16,9 @@ from torch import Tensor
 class StepFlops:
     """FLOPs of one forward, its dense backward, and its backward over the kept rows."""
 
-    forward: int
-    dense_backward: int
-    filtered_backward: int
+    forward: float
+    dense_backward: float
+    filtered_backward: float
 
     @property
     def floor_backward(self) -> float:
@@ -57,11 +57,29 @@ def step_flops(
         layers: number of attention layers.
         keep: bool (B, T), the mask of the filtered backward.
     """
-    rows, kept = keep.numel(), int(keep.sum())
-    pairs, both, mixed = causal_pairs(keep)
+    return count_flops(
+        linear_parameters,
+        attention_width,
+        layers,
+        rows=keep.numel(),
+        kept=int(keep.sum()),
+        pairs=causal_pairs(keep),
+    )
+
+
+def count_flops(
+    linear_parameters: int,
+    attention_width: int,
+    layers: int,
+    rows: float,
+    kept: float,
+    pairs: tuple[float, float, float],
+) -> StepFlops:
+    """The same from counts: rows, kept rows, and pairs as `causal_pairs` returns them."""
+    every, both, mixed = pairs
     per_pair = 2 * attention_width * layers  # one GEMM's share of a pair, in all layers
     return StepFlops(
-        forward=2 * rows * linear_parameters + 2 * pairs * per_pair,
-        dense_backward=4 * rows * linear_parameters + 5 * pairs * per_pair,
+        forward=2 * rows * linear_parameters + 2 * every * per_pair,
+        dense_backward=4 * rows * linear_parameters + 5 * every * per_pair,
         filtered_backward=4 * kept * linear_parameters + (5 * both + 3 * mixed) * per_pair,
     )

@@ -13,7 +13,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_collider.training.export import find_checkpoint, model_of, tokenizer_folder
+from lightning_collider.training.export import find_checkpoint, load_checkpoint, tokenizer_of
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 BOOTSTRAPS = 100  # resamplings for standard errors that have no formula
@@ -84,10 +84,10 @@ def open_model(path: Path) -> tuple[Any, Any]:
     if not path.exists():
         raise FileNotFoundError(f"no checkpoint {path}: give the folder of a run, or of a model")
     checkpoint = find_checkpoint(path)
-    tokenizer = tokenizer_folder(checkpoint)
+    tokenizer = tokenizer_of(checkpoint)
     if tokenizer is None:
         raise FileNotFoundError(f"no tokenizer beside {checkpoint}: `collider export` it first")
-    return model_of(checkpoint), AutoTokenizer.from_pretrained(tokenizer)
+    return load_checkpoint(checkpoint), AutoTokenizer.from_pretrained(tokenizer)
 
 
 def find_corpus(checkpoint: Path) -> Path | None:

@@ -41,9 +41,3 @@ SHAPES: dict[str, PretrainedConfig] = {
         },
     ),
 }
-
-
-def attention_width(config: PretrainedConfig) -> int:
-    """Query heads times head size."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_attention_heads * head_dim

@@ -4,7 +4,6 @@ Each imports what it needs itself, so that one sub-command does not wait for ano
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,12 +88,24 @@ def _explain(args: argparse.Namespace) -> None:
     print(explain(load_recipe(args.recipe, args.overrides)))
 
 
+def _tokenize(args: argparse.Namespace) -> None:
+    from lightning_collider.data.prepare import prepare
+    from lightning_collider.training.config import load_training
+    from lightning_collider.training.models import load_tokenizer, shape_of
+
+    recipe = load_training(args.recipe, args.overrides)
+    tokenizer = load_tokenizer(recipe.model)
+    for part, sources in prepare(recipe, tokenizer, shape_of(recipe.model).vocab_size).items():
+        for shards in sources:
+            print(f"{part}: {len(shards):,} tokens in {shards.folder}")
+
+
 def _score(args: argparse.Namespace) -> None:
     from lightning_collider.training.config import load_training
+    from lightning_collider.training.ranks import ranks_of_job
     from lightning_collider.training.scoring import score
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    print(score(load_training(args.recipe, args.overrides), world=world))
+    print(score(load_training(args.recipe, args.overrides), world=ranks_of_job()))
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +185,7 @@ COMMANDS: dict[
 ] = {
     "train": ("run a recipe, or go on where it stopped", _train_arguments, _train),
     "explain": ("what is filtered in a recipe's model, and why not", _recipe_arguments, _explain),
+    "tokenize": ("make the token shards of a recipe's data", _recipe_arguments, _tokenize),
     "score": ("store the reference model's losses of a recipe's data", _recipe_arguments, _score),
     "export": ("write a checkpoint as a Hugging Face folder", _export_arguments, _export),
     "eval": ("score checkpoints on lm-eval tasks, side by side", _eval_arguments, _eval),

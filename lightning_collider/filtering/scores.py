@@ -1,12 +1,15 @@
 """Stored reference losses: computed once for a data set, read instead of running the reference.
 
     FOLDER/about.json            which tokens and which reference, (rows, T), type, rows of a block
-    FOLDER/block-00000.npy       (rows of a block, T) losses of the prediction made at each position
+    FOLDER/block-00000.npy       (rows of a block, T) losses of the prediction made at each place;
+                                 then the SHA-256 of these bytes, compared when it is opened
 
-A block is written in one piece, so what is there is right, and ranks on several machines may write
-blocks of one store at the same time.
+A block is written in one piece, checksum and all, so ranks on several machines may write blocks of
+one store at the same time.
 """
 
+import hashlib
+import io
 import json
 import os
 from collections import OrderedDict
@@ -18,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+CHECKSUM = hashlib.sha256().digest_size  # bytes at the end of a block
 BLOCK = 256  # rows of a block of a new store
 OPEN_BLOCKS = 64  # mapped at once: a large store has more blocks than a process may open files
 
@@ -86,10 +90,10 @@ def read_block(folder: Path, number: int, about: dict[str, Any]) -> np.ndarray:
     """Map one block. Raises ValueError for a file that is not the block the store describes."""
     path = block_path(folder, number)
     advice = f"delete {path} and run `collider score` again, which computes it anew"
-    try:
-        losses = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not readable ({error}): {advice}") from error
+    content = path.read_bytes()
+    if hashlib.sha256(content[:-CHECKSUM]).digest() != content[-CHECKSUM:]:
+        raise ValueError(f"{path} is damaged (it differs from its checksum): {advice}")
+    losses = np.load(path, mmap_mode="r")
     rows, length = about["shape"]
     shape = (min(about["block"], rows - number * about["block"]), length)
     if losses.shape != shape or losses.dtype != about["type"]:
@@ -103,8 +107,9 @@ def write_block(folder: Path, number: int, losses: Tensor, kind: str) -> None:
     """Store one block of losses (rows, T) as `kind`, "float16" or "float32"."""
     path = block_path(folder, number)
     draft = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with draft.open("wb") as file:
-        np.save(file, losses.numpy().astype(kind))
+    content = io.BytesIO()
+    np.save(content, losses.numpy().astype(kind))
+    draft.write_bytes(content.getvalue() + hashlib.sha256(content.getbuffer()).digest())
     os.replace(draft, path)
 
 

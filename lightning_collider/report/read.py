@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lightning_collider.eval.flops import StepFlops, step_flops
-from lightning_collider.eval.shapes import attention_width
+from lightning_collider.eval.flops import StepFlops
 from lightning_collider.report.record import read_rows
 from lightning_collider.training.config import Recipe, TrainingRecipe, load_recipe
 from lightning_collider.training.files import read_json
 from lightning_collider.training.fit import model_config
 from lightning_collider.training.models import shape_of
+from lightning_collider.training.utilisation import utilisation_of
 
 
 @dataclass
@@ -161,12 +160,10 @@ def _read_or_empty(path: Path) -> dict[str, Any]:
 
 
 def flops_of(config: Any, length: int, keep: float) -> StepFlops:
-    """FLOPs of a step on one sequence of a model, keeping random rows."""
+    """FLOPs of a step on one sequence of a model, keeping so large a part of its rows."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    chosen = torch.rand(1, length, generator=torch.Generator().manual_seed(0)) < keep
-    return step_flops(linear, attention_width(config), config.num_hidden_layers, chosen)
+    return utilisation_of(model, length, "32-true", devices=1).flops(keep)
 
 
 def read_bench(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import threading
 from argparse import Namespace
@@ -12,26 +11,26 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_collider.training.files import write_text
+from lightning_collider.training.ranks import any_rank
 
 
 class MetricsFile(Logger):
-    """A logger that appends each row of the log to a JSON-lines file, `step` counting from 1.
+    """A logger that appends each row of the log to a JSON-lines file, `step` counting from 1."""
 
-    Args:
-        path: the file; rows behind step `resumed` are of a part of the run that is trained again,
-            and are taken out of it.
-    """
-
-    def __init__(self, path: Path, resumed: int = 0):
+    def __init__(self, path: Path):
         super().__init__()
         self.path = path
-        if rank_of_process() == 0 and path.is_file():
-            rows = [line for line in path.read_text().splitlines() if _step(line) <= resumed]
-            write_text(path, "".join(f"{row}\n" for row in rows))
+
+    def drop_behind(self, step: int) -> None:
+        """Take out the rows behind a step: that part of the run is trained again."""
+        if self.path.is_file():
+            rows = [line for line in self.path.read_text().splitlines() if _step(line) <= step]
+            write_text(self.path, "".join(f"{row}\n" for row in rows))
 
     @property
     def name(self) -> str:
@@ -57,6 +56,15 @@ def _step(line: str) -> float:
         return json.loads(line)["step"]
     except ValueError:  # the run was killed while it wrote this line
         return float("inf")
+
+
+class ProgressBar(TQDMProgressBar):
+    """Lightning's bar, with time left; "n/a" for MFU where the device's peak is not known."""
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        shown = super().get_metrics(trainer, pl_module)
+        shown.pop("v_num", None)
+        return shown if "mfu" in shown or not shown else {**shown, "mfu": "n/a"}
 
 
 class StopOnSignal(L.Callback):
@@ -86,16 +94,9 @@ class StopOnSignal(L.Callback):
         if trainer.global_step == self._seen:
             return
         self._seen = trainer.global_step
-        if self._any_rank(trainer, pl_module.device):
+        if any_rank(trainer, self.received is not None):
             self.received = self.received or "a signal to another rank"
             trainer.should_stop = True
-
-    def _any_rank(self, trainer: L.Trainer, device: torch.device) -> bool:
-        if trainer.world_size == 1:
-            return self.received is not None
-        flag = torch.tensor(float(self.received is not None), device=device)
-        torch.distributed.all_reduce(flag)
-        return bool(flag > 0)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for number, handler in self._before.items():
@@ -131,11 +132,3 @@ class StepSeed(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         torch.manual_seed(hash((self.seed, batch_idx, trainer.global_rank)) & (2**63 - 1))
-
-
-def rank_of_process() -> int:
-    """The rank that torchrun, SLURM or Lightning's launcher gave to this process, before set-up."""
-    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return 0

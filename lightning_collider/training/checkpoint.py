@@ -14,10 +14,27 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_collider.training.files import read_json, sha256, write_json
+from lightning_collider.training.ranks import any_rank
 
 STATE, ABOUT = "state.ckpt", "about.json"
+SHAPE_KEYS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
+
+
+def shape_identity(config: Any) -> dict[str, Any]:
+    """The keys of a transformers configuration that decide the shape of the weights."""
+    return {key: config.to_dict().get(key) for key in SHAPE_KEYS}
 
 
 class Checkpoints(Checkpoint):
@@ -46,27 +63,37 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:
-        """Write the checkpoint of this step. Raises OSError when that fails; older ones stay."""
+        """Write the checkpoint of this step. Raises OSError when that fails; older ones stay.
+
+        Where it fails on one rank, as on the one whose disk is full, it fails on all: none is left
+        waiting.
+        """
         target = checkpoint_path(self.folder, trainer.global_step)
         draft = target.with_name(target.name + ".part")
-        try:
-            if trainer.is_global_zero:
-                shutil.rmtree(draft, ignore_errors=True)
-                draft.mkdir(parents=True)
-            trainer.strategy.barrier()
-            trainer.save_checkpoint(draft / STATE)
-            trainer.strategy.barrier()
-            if trainer.is_global_zero:
-                self._finish(draft, target, trainer.global_step)
-        except (OSError, RuntimeError) as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            last = complete_steps(self.folder)
-            kept = f"that of step {last[-1]} is complete" if last else "there is none before it"
-            raise OSError(
-                f"cannot write the checkpoint {target} ({error}); {kept}. Free space or correct "
-                "the permissions, and start the same command to go on from there"
-            ) from error
-        trainer.strategy.barrier()
+        first = trainer.is_global_zero
+        acts = (
+            (first, lambda: _empty(draft)),
+            (True, lambda: _write_state(trainer, draft / STATE)),
+            (first, lambda: self._finish(draft, target, trainer.global_step)),
+        )
+        for is_mine, act in acts:
+            fault: BaseException | None = None
+            try:
+                if is_mine:
+                    act()
+            except (OSError, RuntimeError, CheckpointException) as error:
+                fault = error
+            if any_rank(trainer, fault is not None):
+                self._give_up(target, draft, fault)
+
+    def _give_up(self, target: Path, draft: Path, fault: BaseException | None) -> None:
+        shutil.rmtree(draft, ignore_errors=True)
+        last = complete_steps(self.folder)
+        kept = f"that of step {last[-1]} is complete" if last else "there is none before it"
+        raise OSError(
+            f"cannot write the checkpoint {target} ({fault or 'another rank could not'}); {kept}. "
+            "Free space or correct the permissions, and start the same command to go on from there"
+        ) from fault
 
     def _finish(self, draft: Path, target: Path, step: int) -> None:
         files = {
@@ -82,6 +109,17 @@ class Checkpoints(Checkpoint):
         os.replace(draft, target)
         for old in complete_steps(self.folder)[: -self.keep]:
             shutil.rmtree(checkpoint_path(self.folder, old))
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _write_state(trainer: L.Trainer, path: Path) -> None:
+    """`trainer.save_checkpoint` without its barrier, where ranks would wait for one that failed."""
+    state = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    trainer.strategy.save_checkpoint(state, path)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -59,6 +59,8 @@ class TrainConfig:
     log_every: int = MISSING  # optimizer steps between two rows of the log
     checkpoint_every: int = MISSING  # optimizer steps between two checkpoints
     on_nan: str = MISSING  # one of ON_NAN: what to do with a gradient that is not finite
+    on_spike: str = "warn"  # one of ON_SPIKE: what to do with a gradient that is a spike
+    spike_factor: float | None = None  # times the usual norm from which it is one; null: never
 
 
 @dataclass

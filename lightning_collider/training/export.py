@@ -37,8 +37,7 @@ def export(source: Path, target: Path) -> Path:
         raise FileExistsError(
             f"{target} is not empty and nothing in it is overwritten: name another"
         )
-    model = model_of(checkpoint)
-    tokenizer = tokenizer_folder(checkpoint)
+    model, tokenizer = load_checkpoint(checkpoint), tokenizer_of(checkpoint)
     if tokenizer is not None:
         _name_special_tokens(model, AutoTokenizer.from_pretrained(tokenizer))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +53,8 @@ def export(source: Path, target: Path) -> Path:
     return checkpoint
 
 
-def model_of(checkpoint: Path) -> PreTrainedModel:
-    """The model of a checkpoint, as its exported folder would give it."""
+def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
+    """The Hugging Face model of a checkpoint, in its precision. Raises as `read_weights` does."""
     weights, config = read_weights(checkpoint)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config), dtype=next(iter(weights.values())).dtype
@@ -64,8 +63,8 @@ def model_of(checkpoint: Path) -> PreTrainedModel:
     return model
 
 
-def tokenizer_folder(checkpoint: Path) -> Path | None:
-    """The tokenizer of the run that a checkpoint lies in; arms of a comparison share one."""
+def tokenizer_of(checkpoint: Path) -> Path | None:
+    """The folder with the tokenizer of a checkpoint's run; arms of a comparison share one."""
     for parent in checkpoint.resolve().parents:
         for folder in (parent / "tokenizer", parent / "corpus" / "tokenizer"):
             if (folder / "tokenizer_config.json").is_file():
@@ -84,21 +83,17 @@ def _name_special_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 def find_checkpoint(source: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest of a run folder.
-
-    Also Lightning's own single files, which the arms of a comparison have.
-    """
-    if source.suffix == ".ckpt" or (source / STATE).exists():
+    """The checkpoint that a path means: itself, or the newest of a run folder."""
+    if (source / STATE).exists():
         return source
     folder = source / "checkpoints"
     steps = complete_steps(folder)
-    files = sorted(folder.glob("step=*.ckpt"), key=lambda p: int(p.stem.partition("=")[2]))
-    if not steps and not files:
+    if not steps:
         raise FileNotFoundError(
             f"{source} is no checkpoint and has no checkpoints/step=*: give the folder of a run, "
             "for example runs/smollm2-135m"
         )
-    return checkpoint_path(folder, steps[-1]) if steps else files[-1]
+    return checkpoint_path(folder, steps[-1])
 
 
 def read_weights(checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -106,12 +101,10 @@ def read_weights(checkpoint: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
 
     Raises ValueError for a checkpoint that is damaged or not of `collider train`.
     """
-    state = checkpoint
-    if checkpoint.is_dir():
-        fault = why_unusable(checkpoint)
-        if fault is not None:
-            raise ValueError(f"{checkpoint} {fault}: export an older one")
-        state = checkpoint / STATE
+    fault = why_unusable(checkpoint)
+    if fault is not None:
+        raise ValueError(f"{checkpoint} {fault}: use an older one")
+    state = checkpoint / STATE
     if state.is_dir():
         saved, weights = torch.load(state / EXTRA, weights_only=True), _join(state)
     else:

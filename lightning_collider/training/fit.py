@@ -6,19 +6,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_collider.training.callbacks import MetricsFile
+from lightning_collider.training.checkpoint import (
+    ABOUT,
+    STATE,
+    Checkpoints,
+    newest_usable,
+    shape_identity,
+)
 from lightning_collider.training.config import Recipe, TrainConfig
 from lightning_collider.training.data import PackedData, PackedRows
+from lightning_collider.training.files import read_json
 from lightning_collider.training.module import LanguageModel
 
 # Warnings that would mislead, or that are for Lightning's own developers.
@@ -26,19 +33,10 @@ QUIET = (
     ".*does not have many workers",  # reading a memory-mapped array needs none
     ".*your dataloader is not resumable",  # PackedData is
     ".*exists and is not empty",  # the checkpoints that this run goes on from
+    ".*no `val_dataloader`",  # an arm is scored behind its last step
     ".*LeafSpec.* is deprecated",
 )
-
-# What a checkpoint must share with the recipe's model, in transformers' words.
-MODEL_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "tie_word_embeddings",
-)
+KEPT_CHECKPOINTS = 2  # of an arm: should one be damaged, there is another
 
 
 @dataclass(frozen=True)
@@ -81,34 +79,31 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
 def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Train a fresh model on the job's rows, save it as a Hugging Face folder, return its numbers.
 
-    Goes on from the newest checkpoint in the job's folder; the batches that follow are those that
-    an uninterrupted run would see. Raises ValueError when that checkpoint is another model's.
+    Goes on from the newest usable checkpoint in the job's folder; the batches that follow are those
+    that an uninterrupted run would see.
     """
     config = replace(recipe.train, steps=job.steps)
-    module = LanguageModel(build_model(recipe, tokenizer), config)
-    checkpoint = newest_checkpoint(job.folder / "checkpoints")
-    if checkpoint is not None:
-        check_checkpoint(checkpoint, module)
+    model = build_model(recipe, tokenizer)
+    module = LanguageModel(model, config)
+    folder, identity = job.folder / "checkpoints", {"model": shape_identity(model.config)}
+    checkpoint = newest_usable(folder, identity)
+    metrics = MetricsFile(job.folder / "metrics.jsonl")
+    metrics.drop_behind(0 if checkpoint is None else read_json(checkpoint / ABOUT)["step"])
     trainer = make_trainer(
         config,
         job.strategy,
         devices=1,
-        logger=[
-            CSVLogger(job.folder, name="log"),
-            MetricsFile(job.folder / "metrics.jsonl", step_of(checkpoint)),
-        ],
+        logger=[metrics, CSVLogger(job.folder, name="log")],
         callbacks=[
             *job.callbacks,
-            ModelCheckpoint(
-                job.folder / "checkpoints", "{step}", every_n_train_steps=config.checkpoint_every
-            ),
+            Checkpoints(folder, config.checkpoint_every, KEPT_CHECKPOINTS, identity),
             LearningRateMonitor(logging_interval="step"),
             TQDMProgressBar(refresh_rate=5),
         ],
     )
     data = PackedData(job.data, config.batch_size, recipe.seed)
     with quiet():
-        trainer.fit(module, data, ckpt_path=checkpoint)
+        trainer.fit(module, data, ckpt_path=None if checkpoint is None else checkpoint / STATE)
     if trainer.is_global_zero:
         module.model.save_pretrained(job.folder / "model")
         tokenizer.save_pretrained(job.folder / "model")
@@ -124,44 +119,6 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
         "final_loss_kept": last["loss_kept"],
         "final_loss_all": last["loss_all"],
     }
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the largest step in a folder, or None when there is none."""
-    return max(folder.glob("step=*.ckpt"), key=step_of, default=None)
-
-
-def step_of(checkpoint: Path | None) -> int:
-    """Optimizer steps done in a checkpoint of this module's, 0 without one."""
-    return 0 if checkpoint is None else int(checkpoint.stem.partition("=")[2])
-
-
-def check_checkpoint(path: Path, module: LanguageModel) -> None:
-    """Raise ValueError, naming file and difference, if the checkpoint is not this model's."""
-    advice = "Move it away to train this arm again, or use another folder with out=OTHER."
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, UnpicklingError) as error:
-        raise ValueError(f"{path} is damaged. {advice}") from error
-    if "model_config" not in saved:
-        raise ValueError(f"{path} was not written by `collider train`. {advice}")
-    config, theirs = module.model.config.to_dict(), saved["model_config"]
-    for key in MODEL_KEYS:
-        if theirs.get(key) != config[key]:
-            raise ValueError(
-                f"{path} is of another model: its {key} is {theirs.get(key)}, the recipe's is "
-                f"{config[key]}. {advice}"
-            )
-    shapes, found = (
-        {name: tuple(tensor.shape) for name, tensor in state.items()}
-        for state in (module.state_dict(), saved["state_dict"])
-    )
-    for name in sorted(shapes.keys() | found.keys()):
-        if shapes.get(name) != found.get(name):
-            raise ValueError(
-                f"{path} is of another model: {name} has the shape {found.get(name)}, the "
-                f"recipe's is {shapes.get(name)}. {advice}"
-            )
 
 
 def make_trainer(config: TrainConfig, strategy: Strategy, **settings: Any) -> L.Trainer:

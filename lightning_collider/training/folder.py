@@ -12,12 +12,14 @@ from lightning_collider.training.config import Recipe, TrainingRecipe, to_dict, 
 from lightning_collider.training.files import write_text
 
 LOCK = ".lock"
-# Keys that change no number of a run, so that one may go on with other values.
+# Keys with which a run may go on at other values: they change no number of a healthy run.
 FREE_KEYS = (
     "out",
     "data.folder",
     "data.verify",
     "trainer.on_nan",
+    "trainer.on_spike",
+    "trainer.spike_factor",
     "trainer.log_every",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 from lightning_collider.nn.causal_lm import token_losses
 from lightning_collider.training.config import TrainConfig
+from lightning_collider.training.guard import NOT_FINITE, GradientGuard
+from lightning_collider.training.utilisation import Utilisation
 
 
 def cosine_with_warmup(step: int, config: TrainConfig) -> float:
@@ -133,6 +135,8 @@ class LanguageModel(L.LightningModule):
         self.model = model
         self.config = config
         self.meter = Meter()
+        self.guard = GradientGuard(config.on_nan, config.on_spike, config.spike_factor)
+        self.utilisation: Utilisation | None = None  # for MFU in the log
         self.describe: Callable[[int], str] = str  # says where a row of the data lies
         self.window_rows: list[int] = []  # rows of this optimizer step, on this rank
         self.step_numbers: dict[str, float] = {}
@@ -151,9 +155,12 @@ class LanguageModel(L.LightningModule):
         step = self.trainer.global_step
         if at_step and (step % self.config.log_every == 0 or step == self.trainer.max_steps):
             row = self.meter.flush()
+            row |= {"kept_share": kept_share(row)}
+            if self.utilisation is not None:
+                row |= self.utilisation.row(row["tokens_per_s"], row["kept_share"])
             self.log_dict(row, prog_bar=True)
             so_far = {name: self.meter.totals[name] for name in ("input_tokens", "seconds")}
-            self.log_dict(self.step_numbers | {"kept_share": kept_share(row)} | so_far)
+            self.log_dict(self.step_numbers | so_far)
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         loss = self.model(**inputs_of(batch), use_cache=False).loss
@@ -169,35 +176,39 @@ class LanguageModel(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the norm of the whole gradient, which is logged; report one that is not finite.
+        """Clip by the norm of the whole gradient, which is logged, unless the guard objects.
 
-        Raises ValueError for such a gradient where `config.on_nan` is "stop".
+        Raises ValueError where the guard's policy is "stop".
         """
         parameters = [p for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         value = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         rate = optimizer.param_groups[0]["lr"]
         self.step_numbers = {"gradient_norm": value, "learning_rate": rate}
-        if not math.isfinite(value):
-            self._refuse_gradient(parameters)
+        fault, policy = self.guard.judge(value) or ("", "")
+        if fault:
+            self._object(fault, policy)
+        if policy == "skip":
+            for p in parameters:
+                p.grad = None  # the optimizer passes over parameters without a gradient
         elif gradient_clip_val is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
         self.window_rows = []
 
-    def _refuse_gradient(self, parameters: list[nn.Parameter]) -> None:
+    def _object(self, fault: str, policy: str) -> None:
+        """Say what is wrong with this step's gradient, and where its sequences lie."""
         places = "; ".join(self.describe(row) for row in self.window_rows)
         what = (
-            f"the gradient of optimizer step {self.trainer.global_step + 1} is not finite. Its "
+            f"the gradient of optimizer step {self.trainer.global_step + 1} {fault}. Its "
             f"sequences on rank {self.trainer.global_rank}: {places or 'unknown'}"
         )
-        if self.config.on_nan == "stop":
+        if policy == "stop":
+            key = "on_nan" if fault == NOT_FINITE else "on_spike"
             raise ValueError(
                 f"{what}. The weights are those before this step; start the same command with "
-                "trainer.on_nan=skip to leave the step out"
+                f"trainer.{key}=skip to leave the step out"
             )
-        warnings.warn(f"{what}. The step is left out", stacklevel=2)
-        for p in parameters:
-            p.grad = None  # the optimizer passes over parameters without a gradient
+        warnings.warn(what + ". The step is left out" * (policy == "skip"), stacklevel=2)
 
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.ndim >= 2]
@@ -214,7 +225,9 @@ class LanguageModel(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["meter"] = self.meter.state()
+        checkpoint["gradient_norms"] = self.guard.state()
         checkpoint["model_config"] = self.model.config.to_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.meter.restore(checkpoint["meter"])
+        self.guard.restore(checkpoint["gradient_norms"])

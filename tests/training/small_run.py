@@ -60,10 +60,10 @@ def texts(count: int = 60, seed: int = 0) -> list[str]:
     return [" ".join(rng.choices(WORDS, k=rng.randint(3, 20))) for _ in range(count)]
 
 
-def write_inputs(folder: Path) -> None:
+def write_inputs(folder: Path, documents: int = 60) -> None:
     """The tokenizer, the text and the recipe of a small run."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps({"text": text}) + "\n" for text in texts())
+    lines = (json.dumps({"text": text}) + "\n" for text in texts(documents))
     (folder / "words.jsonl").write_text("".join(lines))
     train_tokenizer(texts(), 300, 64).save_pretrained(folder / "tokenizer")
     (folder / "small.yaml").write_text(RECIPE.format(folder=folder))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 from lightning_collider import cli
+from lightning_collider.data.shards import read_manifest
 from lightning_collider.training import pretrain
 from lightning_collider.training.checkpoint import Checkpoints, complete_steps
 from lightning_collider.training.module import LanguageModel
 from lightning_collider.training.pretrain import run_training
 from tests.training.small_run import rows_of, small_recipe, write_inputs
+from tests.training.test_resume import finish, start, train_rank
 
 
 @pytest.fixture
@@ -68,6 +71,16 @@ def test_a_stopped_run_has_an_exit_status_of_its_own(folder, monkeypatch):
     assert stopped.value.code == 75
 
 
+@pytest.mark.parametrize("documents", [0, 3])
+def test_too_little_validation_is_told_and_the_run_goes_on(folder, documents):
+    words = [f"data.validation_fraction={0.001 if documents == 0 else 0.02}"]
+    words += ["trainer.validate_every=1", "trainer.max_steps=2"]
+    with pytest.warns(UserWarning, match=r"the validation part has too few.*Raise"):
+        assert run_training(small_recipe(folder, *words))["steps"] == 2
+    held = read_manifest(folder / "data" / "words" / "validation")
+    assert held["documents"] == documents
+
+
 def test_corrupt_shard_is_named(folder, capsys):
     assert train(folder) == 0
     (shard,) = (folder / "data" / "words" / "train").glob("tokens-*.npy")
@@ -88,19 +101,48 @@ def test_two_runs_in_one_folder(folder, capsys):
     assert rows_of(folder) == before
 
 
-def test_full_disk_keeps_the_checkpoints_before(folder, capsys, monkeypatch):
+def fill_the_disk(monkeypatch):
     """A limit on the size of files, as a quota sets it, from the second checkpoint on."""
     save = Checkpoints.save
 
     def save_with_quota(self, trainer):
         if trainer.global_step > 3:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         save(self, trainer)
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     monkeypatch.setattr(Checkpoints, "save", save_with_quota)
+
+
+def train_rank_with_full_disk(folder, overrides, environment):
+    if environment["RANK"] == 0:
+        fill_the_disk(pytest.MonkeyPatch())
+    train_rank(folder, overrides, environment)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sharded", [False, True])
+def test_full_disk_of_one_rank_ends_both(folder, sharded):
+    """No rank is left waiting for the one that failed, and the same command goes on."""
+    overrides = ("trainer.devices=2", f"trainer.sharded_checkpoints={sharded}")
+    for process in start(folder, overrides, 2, train_rank_with_full_disk):
+        process.join(60)
+        assert process.exitcode == 1
+    reason = "another rank could not|CheckpointException" if sharded else "another rank could not"
+    for rank, words in ((0, "cannot write the checkpoint"), (1, reason)):
+        printed = (folder / f"output-{rank}.txt").read_text()
+        assert re.search(words, printed) and "that of step 3 is complete" in printed
+    assert complete_steps(folder / "run" / "checkpoints") == [3]
+    finish(folder, start(folder, overrides, 2))
+    assert complete_steps(folder / "run" / "checkpoints") == [9, 12]
+
+
+def test_full_disk_keeps_the_checkpoints_before(folder, capsys, monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.getsignal(signal.SIGXFSZ)
     try:
+        fill_the_disk(monkeypatch)
         assert cli.main(["train", str(folder / "small.yaml")]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -139,3 +181,27 @@ def test_gradient_that_is_not_finite(folder, capsys, monkeypatch, policy):
             folder / "run" / "checkpoints" / "step=00000004" / "state.ckpt", weights_only=True
         )["state_dict"]
         assert all(torch.isfinite(weight).all() for weight in model.values())
+
+
+def test_spike_of_the_gradient_is_left_out(folder, monkeypatch):
+    """Step 20's loss is a thousand times too large; Adam's moments must not see it."""
+    step = LanguageModel.training_step
+
+    def spoilt(self, batch, batch_idx):
+        return step(self, batch, batch_idx) * (1000.0 if batch_idx // 4 == 19 else 1.0)
+
+    monkeypatch.setattr(LanguageModel, "training_step", spoilt)
+    words = ["trainer.max_steps=21", "trainer.on_spike=skip", "trainer.checkpoint_every=1"]
+    words += ["trainer.keep_checkpoints=9"]
+    with pytest.warns(UserWarning, match=r"step 20 has a norm of.*words/train, tokens.*left out"):
+        run_training(small_recipe(folder, *words))
+    before, spike, after = (
+        torch.load(
+            folder / "run" / "checkpoints" / f"step={n:08d}" / "state.ckpt", weights_only=True
+        )
+        for n in (19, 20, 21)
+    )
+    for name, weight in before["state_dict"].items():
+        assert torch.equal(weight, spike["state_dict"][name])
+    assert any(not torch.equal(w, after["state_dict"][n]) for n, w in before["state_dict"].items())
+    assert len(spike["gradient_norms"]) == 20 and spike["gradient_norms"][-1] > 100

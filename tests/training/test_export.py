@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_collider import cli
+from lightning_collider.data.shards import TokenShards
 from lightning_collider.training.checkpoint import STATE, checkpoint_path
 from lightning_collider.training.models import build_model
 from lightning_collider.training.pretrain import run_training
@@ -59,12 +60,18 @@ def test_round_trip_is_bit_equal(trained, tmp_path, capsys):
 
 @pytest.mark.dist
 def test_sharded_checkpoint_of_two_ranks_is_joined(tmp_path):
-    """Without a filter, two ranks take one device's steps, up to the order of a sum."""
+    """Without a filter, two ranks take one device's steps, up to the order of a sum.
+
+    Neither the three shards nor their windows divide between two ranks.
+    """
     dense = ("trainer.max_steps=6", "filter.selector=none", "filter.keep=1.0")
+    dense += ("data.shard_tokens=1",)  # a shard for each 512 documents that are read
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
-        write_inputs(folder)
+        write_inputs(folder, documents=1300)
     run_training(small_recipe(one, *dense))
+    shards = TokenShards(one / "data" / "words" / "train")
+    assert len(shards.manifest["shards"]) == 3 and len(shards) // 16 % 2 == 1
     split = (*dense, "trainer.devices=2", "trainer.sharded_checkpoints=true")
     finish(two, start(two, split, 2))
     state = checkpoint_path(two / "run" / "checkpoints", 6) / STATE

@@ -129,27 +129,6 @@ def test_wrong_kind_of_recipe_is_named():
         load_training("quickstart")
 
 
-def test_weights_of_another_shape_and_missing_weights_are_named(tmp_path):
-    small = ["model.config.num_hidden_layers=2", "data.sequence_length=8"]
-    small += ["model.config.vocab_size=320"]
-    recipe = load_training("smollm2-135m", [*small, "model.weights=null"])
-    build_model(recipe).save_pretrained(tmp_path)
-    again = load_training("smollm2-135m", [*small, f"model.weights={tmp_path}"])
-    for one, other in zip(
-        build_model(recipe).parameters(), build_model(again).parameters(), strict=True
-    ):
-        assert torch.equal(one, other)
-    again.model.config["hidden_size"] = 288
-    with pytest.raises(ValueError, match=r"has hidden_size=576, the recipe says .*hidden_size=288"):
-        build_model(again)
-    again.model.weights = str(tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match=r"no Hugging Face model in .*nothing"):
-        build_model(again)
-    again.model.weights = "runs/smollm2-135m-reference/model"
-    with pytest.raises(FileNotFoundError, match="`collider train smollm2-135m-reference` makes it"):
-        build_model(again)
-
-
 def test_a_null_source_leaves_the_defaults_one_out():
     words = ["data.sources.openwebmath=null", "data.sources.mine.path=mine.jsonl"]
     assert list(load_training("tinyllama-1.1b", words).data.sources) == ["mine"]

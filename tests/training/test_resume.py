@@ -62,14 +62,12 @@ def free_port():
     raise OSError("no free port between 20000 and 30000")
 
 
-def start(folder, overrides, ranks):
+def start(folder, overrides, ranks, target=train_rank):
     """Start the run's processes as torchrun would."""
     port = free_port()
     environments = [{}] if ranks == 1 else [rank_environment(r, ranks, port) for r in range(ranks)]
     CONTEXT.set_forkserver_preload(["lightning_collider.training.pretrain"])
-    processes = [
-        CONTEXT.Process(target=train_rank, args=(folder, overrides, e)) for e in environments
-    ]
+    processes = [CONTEXT.Process(target=target, args=(folder, overrides, e)) for e in environments]
     for process in processes:
         process.start()
     return processes

@@ -9,8 +9,14 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from lightning_collider.training import run as run_module
-from lightning_collider.training.files import read_json
-from lightning_collider.training.fit import build_model, check_checkpoint, newest_checkpoint
+from lightning_collider.training.checkpoint import (
+    ABOUT,
+    STATE,
+    checkpoint_path,
+    complete_steps,
+)
+from lightning_collider.training.files import read_json, write_json
+from lightning_collider.training.fit import build_model
 from lightning_collider.training.folder import claimed
 from lightning_collider.training.module import LanguageModel
 from lightning_collider.training.run import run_recipe
@@ -105,7 +111,7 @@ def assert_same_training(one, other):
 def test_stopped_run_goes_on_to_the_same_weights(finished, tiny, tmp_path, monkeypatch, batches):
     """A stop between two checkpoints, and one right behind a checkpoint."""
     run_with_power_cut(tiny(), monkeypatch, batches)
-    assert newest_checkpoint(tmp_path / "run/arms/regular/checkpoints") is not None
+    assert complete_steps(tmp_path / "run/arms/regular/checkpoints")
     run_recipe(tiny())
     assert_same_training(finished[1], tmp_path / "run")
 
@@ -161,36 +167,19 @@ def test_folder_in_use_is_refused(tiny, tmp_path):
         assert (folder / "recipe.yaml").is_file()
 
 
-def test_checkpoint_of_another_model_is_refused(finished, tiny_in, tmp_path):
-    recipe, folder, _ = finished
-    tokenizer = run_module.load_corpus(folder / "corpus").tokenizer
-    module = LanguageModel(build_model(recipe, tokenizer), recipe.train)
-    good = newest_checkpoint(folder / "arms/regular/checkpoints")
-    assert good is not None
-    check_checkpoint(good, module)
-
-    wider = tiny_in(tmp_path, "model.hidden_size=40")
-    with pytest.raises(ValueError, match=r"ckpt is of another model: its hidden_size is 32"):
-        check_checkpoint(good, LanguageModel(build_model(wider, tokenizer), recipe.train))
-    narrower = tiny_in(tmp_path, "model.intermediate_size=40")
-    with pytest.raises(ValueError, match=r"its intermediate_size is 48, the recipe's is 40"):
-        check_checkpoint(good, LanguageModel(build_model(narrower, tokenizer), recipe.train))
-    path = tmp_path / "step=1.ckpt"
-    saved = torch.load(good, weights_only=True)
-    saved["state_dict"]["model.model.norm.weight"] = torch.ones(31)
-    torch.save(saved, path)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has the shape \(31,\)"):
-        check_checkpoint(path, module)
-    torch.save({"state_dict": {}}, path)
-    with pytest.raises(ValueError, match="not written by `collider train`"):
-        check_checkpoint(path, module)
-    path.write_bytes(good.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"step=1\.ckpt is damaged"):
-        check_checkpoint(path, module)
-
-
-def test_newest_checkpoint_is_the_largest_step(tmp_path):
-    assert newest_checkpoint(tmp_path) is None
-    for step in (9, 100, 20):
-        (tmp_path / f"step={step}.ckpt").touch()
-    assert newest_checkpoint(tmp_path) == tmp_path / "step=100.ckpt"
+@pytest.mark.parametrize("spoil", ["truncate", "another model"])
+def test_spoilt_checkpoint_of_an_arm_is_passed_over(finished, tiny, tmp_path, monkeypatch, spoil):
+    run_with_power_cut(tiny(), monkeypatch, 5)
+    folder = tmp_path / "run/arms/regular/checkpoints"
+    assert complete_steps(folder) == [2, 4]
+    path = checkpoint_path(folder, 4)
+    if spoil == "truncate":
+        (path / STATE).write_bytes((path / STATE).read_bytes()[:1000])
+    else:
+        about = read_json(path / ABOUT)
+        about["identity"]["model"]["hidden_size"] = 40
+        write_json(path / ABOUT, about)
+    message = "is truncated" if spoil == "truncate" else "is of another run"
+    with pytest.warns(UserWarning, match=f"step=00000004 {message}.*the checkpoint before"):
+        run_recipe(tiny())
+    assert_same_training(finished[1], tmp_path / "run")

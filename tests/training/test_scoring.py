@@ -1,6 +1,7 @@
 """Stored reference losses select as the live reference does; stores that do not fit are refused."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ from lightning_collider.filtering.scores import ScoreStore, block_path
 from lightning_collider.filtering.selectors import select
 from lightning_collider.filtering.token_filter import TokenFilter
 from lightning_collider.training import scoring
+from lightning_collider.training.checkpoint import ABOUT, checkpoint_path
+from lightning_collider.training.export import find_checkpoint, load_checkpoint
+from lightning_collider.training.files import read_json
 from lightning_collider.training.models import build_model, load_tokenizer
 from lightning_collider.training.pretrain import run_training
 from lightning_collider.training.scoring import open_store, score, store_folder
@@ -96,11 +100,43 @@ def test_scoring_goes_on_and_ranks_share_the_blocks(scored):
     with pytest.raises(FileNotFoundError, match=r"lacks 2 blocks.*`collider score` again"):
         ScoreStore(folder)
     kept = block_path(folder, 1).stat().st_mtime_ns
-    score(recipe, rank=1, world=2)  # blocks 0 and 2 are rank 0's
-    assert not block_path(folder, 0).is_file()
-    score(recipe, rank=0, world=2)
+    score(recipe, rank=1, world=2)  # blocks 0 and 2 are those of rank 0, which never comes
     assert {path.name: path.read_bytes() for path in folder.glob("block-*.npy")} == whole
     assert block_path(folder, 1).stat().st_mtime_ns == kept
+
+
+def test_ranks_begin_with_blocks_of_their_own():
+    """And go on from the far end of the others', where those come last."""
+    assert scoring._my_order([0, 1, 2, 3, 5], rank=1, world=2) == [1, 3, 5, 2, 0]
+    assert scoring._my_order([0, 1, 2, 3, 5], rank=0, world=2) == [0, 2, 5, 3, 1]
+
+
+def test_damaged_block_is_named(scored):
+    _, folder = scored()
+    path = block_path(folder, 1)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # one loss is another
+    path.write_bytes(content)
+    store = ScoreStore(folder)
+    store.losses([0])
+    with pytest.raises(ValueError, match=r"block-00001.npy is damaged.*delete .* computes it anew"):
+        store.losses([17])
+
+
+def test_a_run_of_ours_is_a_reference(scored, tmp_path):
+    """By its folder: the newest checkpoint. Its key changes with its weights."""
+    run_training(small_recipe(tmp_path, f"out={tmp_path}/teacher", "trainer.max_steps=3"))
+    teacher = f"filter.reference={tmp_path}/teacher"
+    recipe, folder = scored(teacher)
+    model = LiveReference(load_checkpoint(find_checkpoint(tmp_path / "teacher")))
+    batch = batch_of_rows(windows_of(recipe), [3, 20])
+    alive = model.losses(**{k: batch[k] for k in ("input_ids", "labels", "position_ids")})
+    assert (alive - ScoreStore(folder).losses([3, 20])).abs().max() < 1e-5
+    checkpoint = checkpoint_path(tmp_path / "teacher" / "checkpoints", 3)
+    about = read_json(checkpoint / ABOUT)
+    about["files"]["state.ckpt"]["sha256"] = "0" * 64
+    (checkpoint / ABOUT).write_text(json.dumps(about))
+    assert store_folder(recipe, windows_of(recipe)) != folder
 
 
 def test_store_of_other_tokens_or_another_reference_is_refused(scored, tmp_path):
