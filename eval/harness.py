@@ -1,102 +1,199 @@
-"""Scores of a checkpoint on the local lm-eval tasks, through lm-eval's Python interface."""
+"""Scores of one model on lm-eval tasks, through lm-eval's Python interface.
+
+Our own tasks (eval/tasks) need no network; other names are lm-eval's, with data from the hub.
+"""
 
 import contextlib
 import io
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_collider.training.export import find_checkpoint, load_checkpoint, tokenizer_of
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 BOOTSTRAPS = 100  # resamplings for standard errors that have no formula
 TASKS = tuple(sorted(path.stem for path in TASKS_FOLDER.glob("*.yaml")))
+FILE_TASKS = tuple(sorted(path.stem for path in TASKS_FOLDER.glob("files/*.yaml")))
+# The general and the maths suite of the Collider and RHO-1 papers, by lm-eval's names.
+SUITES = {
+    "offline": TASKS,
+    "general": (
+        "arc_easy",
+        "arc_challenge",
+        "boolq",
+        "piqa",
+        "hellaswag",
+        "winogrande",
+        "openbookqa",
+        "mmlu",
+    ),
+    "maths": ("gsm8k", "minerva_math"),
+}
+METRICS = ("acc_norm", "exact_match", "bits_per_byte", "acc")  # of several, the first counts
+LARGEST_BATCH = 64
+LONGEST = 2048  # tokens of a text that a batch is sized for
+COPIES = 4  # float32 copies of a batch's logits that lm-eval and torch may hold at once
+MEMORY_SHARE = 0.25  # of what is free, for these
 
 
 def evaluate(
-    checkpoint_dir: str | Path,
+    checkpoint: str | Path,
     tasks: list[str] | tuple[str, ...] = TASKS,
     *,
     corpus_dir: str | Path | None = None,
-    batch_size: int = 16,
+    batch_size: int | None = None,
     limit: int | None = None,
+    data_dir: str | Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Score a Hugging Face folder: task -> {"metric", "value", "stderr" (None: unknown), "items"}.
+    """Score one model: task -> {"metric", "value", "stderr" (None: unknown), "items"}.
 
-    `corpus_dir` is the corpus folder whose held-out problems are asked; by default it is that of
-    the run the checkpoint lies in. `limit` scores only the first items of each task.
-    Raises FileNotFoundError without a checkpoint or a corpus, ValueError for an unknown task.
+    Args:
+        checkpoint: a Hugging Face folder, a checkpoint of a run, or a run folder (its newest).
+        tasks: names in eval/tasks, or lm-eval's own.
+        corpus_dir: corpus folder whose held-out text is asked; by default that of the run which the
+            checkpoint lies in, and where there is none, generated items.
+        batch_size: texts scored at once; None: as the free memory allows.
+        limit: score only the first items of each task.
+        data_dir: folder with the files that the tasks of eval/tasks/files read.
+
+    Raises:
+        FileNotFoundError: no checkpoint there.
+        ValueError: an unknown task.
+        ConnectionError: the data of a task cannot be had from the hub.
     """
-    checkpoint_dir = Path(checkpoint_dir)
-    if not (checkpoint_dir / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{checkpoint_dir} is no Hugging Face checkpoint (no config.json in it); "
-            "give the model/ folder of an arm, for example runs/quickstart/arms/filtered/model"
-        )
-    unknown = sorted(set(tasks) - set(TASKS))
-    if unknown or not tasks:
-        raise ValueError(f"unknown tasks {unknown}; there are: {', '.join(TASKS)}")
-    corpus = find_corpus(checkpoint_dir) if corpus_dir is None else Path(corpus_dir)
-    return _score(checkpoint_dir, list(tasks), corpus, batch_size, limit)
+    checkpoint = Path(checkpoint)
+    if not tasks:
+        raise ValueError(f"no tasks given; ours are: {', '.join(TASKS)}")
+    model, tokenizer = open_model(checkpoint)
+    corpus = find_corpus(checkpoint) if corpus_dir is None else Path(corpus_dir)
+    if corpus is not None and not (corpus / "heldout.json").is_file():
+        raise FileNotFoundError(f"{corpus} is no corpus folder (no heldout.json in it)")
+    loaded = load_tasks(list(tasks), {"corpus_dir": corpus, "data_dir": data_dir})
+    return _score(model, tokenizer, list(tasks), loaded, batch_size, limit)
 
 
-def find_corpus(checkpoint_dir: Path) -> Path:
-    """The corpus folder of the run that a checkpoint lies in."""
-    for parent in checkpoint_dir.resolve().parents:
-        if (parent / "corpus" / "heldout.jsonl").is_file():
+def open_model(path: Path) -> tuple[Any, Any]:
+    """Model and tokenizer of a Hugging Face folder, a checkpoint of a run, or a run folder."""
+    if (path / "config.json").is_file():
+        return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no checkpoint {path}: give the folder of a run, or of a model")
+    checkpoint = find_checkpoint(path)
+    tokenizer = tokenizer_of(checkpoint)
+    if tokenizer is None:
+        raise FileNotFoundError(f"no tokenizer beside {checkpoint}: `collider export` it first")
+    return load_checkpoint(checkpoint), AutoTokenizer.from_pretrained(tokenizer)
+
+
+def find_corpus(checkpoint: Path) -> Path | None:
+    """The corpus folder of the run that a checkpoint lies in, or None."""
+    path = checkpoint.resolve()
+    for parent in (path, *path.parents):
+        if (parent / "corpus" / "heldout.json").is_file():
             return parent / "corpus"
-    raise FileNotFoundError(
-        f"no corpus/heldout.jsonl above {checkpoint_dir}: name the problems with --corpus DIR"
-    )
+    return None
 
 
-def _score(
-    checkpoint: Path, tasks: list[str], corpus: Path, batch_size: int, limit: int | None
-) -> dict[str, dict[str, Any]]:
-    # Everything is local. The libraries below read these when they are imported.
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        os.environ.setdefault(name, "1")
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
+def load_tasks(tasks: list[str], places: dict[str, Any]) -> Any:
+    """lm-eval's task objects; `places` go to the functions of ours that give their items.
+
+    Raises ValueError and ConnectionError as `evaluate` does.
+    """
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    network: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
-    model = HFLM(
-        network.to(device).eval(),
-        tokenizer=AutoTokenizer.from_pretrained(checkpoint),
-        batch_size=batch_size,
-        device=device,
-        add_bos_token=False,  # lm-eval puts the prefix token in front itself
-    )
+    theirs = sorted(set(tasks) - {*TASKS, *FILE_TASKS})
     manager = TaskManager(
         include_path=str(TASKS_FOLDER),
-        include_defaults=False,  # else it reads 15,000 files
-        metadata={"corpus_dir": corpus},
+        include_defaults=bool(theirs),  # 15,000 files, read one by one
+        metadata=places,
+    )
+    unknown = sorted(set(tasks) - set(manager.all_tasks))
+    if unknown:
+        raise ValueError(
+            f"unknown tasks {unknown}; there are ours ({', '.join(TASKS)}) and those that "
+            "`lm-eval ls tasks` lists"
+        )
+    try:
+        return manager.load(tasks)
+    except OSError as error:
+        if not theirs:
+            raise
+        raise ConnectionError(
+            f"the data of {', '.join(theirs)} cannot be had from the hub "
+            f"({error}). `--suite offline` needs no network"
+        ) from error
+
+
+def _score(
+    network: Any,
+    tokenizer: Any,
+    tasks: list[str],
+    loaded: Any,
+    batch_size: int | None,
+    limit: int | None,
+) -> dict[str, dict[str, Any]]:
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = HFLM(
+        network.to(device).eval(),
+        tokenizer=tokenizer,
+        batch_size=batch_size or automatic_batch(network.config, free_memory(device)),
+        device=device,
+        add_bos_token=False,  # lm-eval puts the prefix token in front itself
     )
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar for each batch
         report = lm_eval.evaluate(
             lm=model,
-            task_dict=manager.load(tasks),
+            task_dict=loaded,
             limit=limit,
             bootstrap_iters=BOOTSTRAPS,
             log_samples=False,
         )
     assert report is not None, "lm-eval returns nothing only on ranks other than 0"
-    return {task: _main_metric(report, task) for task in tasks}
+    return {task: main_metric(report, task) for task in tasks}
 
 
-def _main_metric(report: Any, task: str) -> dict[str, Any]:
-    """The one metric that the task's YAML lists, taken out of lm-eval's report."""
+def automatic_batch(config: Any, free_bytes: float) -> int:
+    """Texts scored at once, so that a share of the free memory holds their logits."""
+    length = min(config.max_position_embeddings, LONGEST)
+    text = length * config.vocab_size * 4 * COPIES
+    return max(1, min(LARGEST_BATCH, int(MEMORY_SHARE * free_bytes / text)))
+
+
+def free_memory(device: str) -> float:
+    """Bytes that can be had."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return psutil.virtual_memory().available
+
+
+def main_metric(report: Any, task: str) -> dict[str, Any]:
+    """The metric of a task or group that counts most by METRICS, out of lm-eval's report."""
     numbers = report["results"][task]
-    metric = report["configs"][task]["metric_list"][0]["metric"]
-    error = numbers.get(f"{metric}_stderr,none")
+    names = [key for key in numbers if "," in key and "_stderr," not in key]
+    key = min(names, key=lambda k: METRICS.index(m) if (m := k.split(",")[0]) in METRICS else 99)
+    metric, filtered = key.split(",")
+    error = numbers.get(f"{metric}_stderr,{filtered}")
+    counts = report["n-samples"]
+    members = [task] if task in counts else _leaves(report["group_subtasks"], task)
     return {
         "metric": metric,
-        "value": numbers[f"{metric},none"],
+        "value": numbers[key],
         "stderr": error if isinstance(error, float) else None,  # "N/A" where it has none
-        "items": report["n-samples"][task]["effective"],
+        "items": sum(counts[name]["effective"] for name in members),
     }
+
+
+def _leaves(groups: dict[str, list[str]], name: str) -> list[str]:
+    """Tasks inside a group of tasks and groups."""
+    if name not in groups:
+        return [name]
+    return [leaf for member in groups[name] for leaf in _leaves(groups, member)]

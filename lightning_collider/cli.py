@@ -4,7 +4,6 @@ Each imports what it needs itself, so that one sub-command does not wait for ano
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -146,23 +145,40 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, help="a folder such as RUN/arms/NAME/model")
-    parser.add_argument("--tasks", nargs="+", help="names of tasks (default: all there are)")
-    parser.add_argument("--corpus", type=Path, metavar="DIR", help="corpus folder with problems")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the scores there as well")
+    from lightning_collider.eval import compare
+
+    compare.add_arguments(parser)
 
 
 def _eval(args: argparse.Namespace) -> None:
-    from lightning_collider.eval.harness import TASKS, evaluate
+    from lightning_collider.eval import compare
 
-    if args.json is not None and args.json.exists():
-        raise FileExistsError(f"{args.json} exists and is not overwritten: name another file")
-    scores = evaluate(args.checkpoint, args.tasks or TASKS, corpus_dir=args.corpus)
-    for task, score in scores.items():
-        error = "" if score["stderr"] is None else f" ± {score['stderr']:.4f}"
-        print(f"{task}: {score['metric']} {score['value']:.4f}{error} on {score['items']} items")
-    if args.json is not None:
-        args.json.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+    compare.main(args)
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/report.html")
+    parser.add_argument(
+        "--bench",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="show what `collider bench --json` wrote",
+    )
+    parser.add_argument("--png", type=Path, metavar="DIR", help="write plots for a paper there")
+
+
+def _report(args: argparse.Namespace) -> None:
+    from lightning_collider.report.write import write_report
+
+    print(write_report(args.runs, args.out, args.bench))
+    if args.png is not None:
+        from lightning_collider.report.plots import write_plots
+
+        for path in write_plots(args.runs, args.png):
+            print(path)
 
 
 def _no_arguments(parser: argparse.ArgumentParser) -> None:
@@ -197,7 +213,8 @@ COMMANDS: dict[
     "tokenize": ("make the token shards of a recipe's data", _recipe_arguments, _tokenize),
     "score": ("store the reference model's losses of a recipe's data", _recipe_arguments, _score),
     "export": ("write a checkpoint as a Hugging Face folder", _export_arguments, _export),
-    "eval": ("score a checkpoint on held-out problems, by lm-eval", _eval_arguments, _eval),
+    "eval": ("score checkpoints on lm-eval tasks, side by side", _eval_arguments, _eval),
+    "report": ("one HTML page of a run, or of several", _report_arguments, _report),
     "federate": ("run a federated recipe on simulated clients", _federate_arguments, _federate),
     "build": ("compile the C++ extension ahead of time", _no_arguments, _build),
     "bench": ("time our backward against Hugging Face's", _bench_arguments, _bench),

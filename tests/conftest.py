@@ -2,6 +2,7 @@
 
 import copy
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +35,28 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="takes minutes: run with --slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny_in():
+    """Function that makes a tiny quickstart recipe with its run in a given folder."""
+    from lightning_collider.training.config import load_comparison
+    from tests.training.conftest import TINY
+
+    def make(folder: Path, *overrides: str):
+        return load_comparison("quickstart", [*TINY, f"out={folder}", *overrides])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def finished(tiny_in, tmp_path_factory):
+    """A finished tiny comparison, which tests read and leave alone: recipe, folder and results."""
+    from lightning_collider.training.run import run_recipe
+
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    recipe = tiny_in(folder)
+    return recipe, folder, run_recipe(recipe)
 
 
 SMALL = {

@@ -51,7 +51,7 @@ def test_print_shows_the_resolved_recipe(words, capsys):
         (["train", "quickstart", "train.stepz=7"], "did you mean 'train.steps'?"),
         (["train", "slowstart"], "no recipe 'slowstart'"),
         (["train", "quickstart", "arms.filtered.keep=2"], "above 0 and at most 1"),
-        (["eval", "nowhere"], "no Hugging Face checkpoint"),
+        (["eval", "nowhere"], "no checkpoint nowhere"),
         (["eval", "nowhere", "--json", __file__], "exists and is not overwritten"),
     ],
 )
@@ -119,7 +119,11 @@ def test_wheel_trains_and_evaluates(installed, tmp_path):
     results = json.loads((tmp_path / "here" / "results.json").read_text())
     assert results["arms"]["filtered"]["train"]["steps"] == 6
     model = "here/arms/filtered/model"
-    scored = collider(installed, tmp_path, "eval", model, "--json", "scores.json")
+    expected = results["arms"]["filtered"]["eval"]
+    words = ["eval", model, "--tasks", *expected, "--batch-size", "32", "--json", "scores.json"]
+    scored = collider(installed, tmp_path, *words)
     assert scored.returncode == 0, scored.stderr
-    assert json.loads((tmp_path / "scores.json").read_text()) == results["arms"]["filtered"]["eval"]
+    found = json.loads((tmp_path / "scores.json").read_text())
+    assert found["checkpoints"] == {model: expected}
     assert "heldout_bits: bits_per_byte" in scored.stdout
+    assert (tmp_path / "here" / "report.html").is_file()

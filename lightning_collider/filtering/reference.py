@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -57,6 +58,13 @@ class LiveReference:
             )
         ]
         return torch.cat(parts).view(labels.shape)
+
+
+def reference_losses(folder: Path, rows: np.ndarray, batch_size: int) -> Tensor:
+    """Losses of token ids (rows, T) by the model in a folder: float32 (rows, T)."""
+    model = LiveReference(folder)
+    ids = torch.from_numpy(rows.astype(np.int64))
+    return torch.cat([model.losses(batch, batch) for batch in ids.split(batch_size)])
 
 
 def vocabulary_size(model: nn.Module) -> int:

@@ -118,13 +118,14 @@ class TokenFilter:
         Returns:
             bool (B, T).
         """
-        reference_losses = self._reference_losses(input_ids, labels, reference_losses, inputs)
-        keep = self._choose(losses, reference_losses, labels)
+        reference_losses = self.reference_losses(input_ids, labels, reference_losses, inputs)
+        keep = self.choose(losses, reference_losses, labels)
         self.forwards += 1
         check_keep(keep, tuple(labels.shape))
         return keep
 
-    def _choose(self, losses: Tensor, reference_losses: Tensor | None, labels: Tensor) -> Tensor:
+    def choose(self, losses: Tensor, reference_losses: Tensor | None, labels: Tensor) -> Tensor:
+        """The keep mask bool (B, T) for losses, reference losses and labels, each (B, T)."""
         fraction = self.fraction()
         if callable(self.selector):
             return self.selector(losses, reference_losses, labels)
@@ -138,13 +139,17 @@ class TokenFilter:
         assert reference_losses is not None
         return selectors.select(losses, reference_losses, labels, fraction, self.over)
 
-    def _reference_losses(
+    def reference_losses(
         self,
         input_ids: Tensor | None,
         labels: Tensor,
-        given: Tensor | None,
-        inputs: dict[str, Tensor | None],
+        given: Tensor | None = None,
+        inputs: dict[str, Tensor | None] | None = None,
     ) -> Tensor | None:
+        """Losses (B, T): the given ones, those that `bring` took, or the reference model's.
+
+        None where there is no reference and the selector needs none.
+        """
         stored = self.stored if given is None else given
         if stored is not None:
             if stored.shape != labels.shape:
@@ -169,7 +174,7 @@ class TokenFilter:
             raise ValueError(
                 "the reference model needs input_ids; the forward got inputs_embeds only"
             )
-        return self.reference.losses(input_ids, labels, **inputs)
+        return self.reference.losses(input_ids, labels, **(inputs or {}))
 
     def _generator(self) -> torch.Generator:
         # A function of (seed, step, forward, rank): the same rows after a resume, others on each

@@ -68,7 +68,8 @@ class TrainConfig:
 
 @dataclass
 class ReferenceConfig:
-    steps: int = MISSING  # optimizer steps on clean target text
+    steps: int = MISSING  # optimizer steps on clean text
+    weights: dict[str, float] = MISSING  # source -> its part of that text
 
 
 @dataclass
@@ -77,12 +78,15 @@ class ArmConfig:
     keep: float = 1.0  # part of the targets that stays in the backward, in (0, 1]
     over: str = "batch"  # rank tokens over the "batch" or over each "sequence"
     keep_warmup_steps: int = 0  # steps over which the kept part goes from 1 to keep
+    stored_losses: bool = False  # compute the reference's losses once, before the run
 
 
 @dataclass
 class EvalConfig:
     tasks: list[str] = MISSING  # names of lm-eval tasks in eval/tasks
     batch_size: int = MISSING  # sequences scored at once
+    heldout_batches: int = MISSING  # micro-batches of held-out mixed text, looked at while training
+    heldout_points: int = MISSING  # how often, beside the start
 
 
 @dataclass
@@ -145,7 +149,11 @@ def load_training(name_or_path: str, overrides: list[str] | None = None) -> Trai
     """`load_recipe` for a recipe that is one training run, such as tinyllama-1.1b."""
     recipe = load_recipe(name_or_path, overrides)
     if not isinstance(recipe, TrainingRecipe):
-        what = "is a federated run" if recipe.kind == "federated" else "compares runs on text of its own"
+        what = (
+            "is a federated run"
+            if recipe.kind == "federated"
+            else "compares runs on text of its own"
+        )
         raise ValueError(
             f"recipe {name_or_path!r} {what}; this command is for a "
             "recipe with `kind: training`, such as smollm2-135m"
@@ -178,6 +186,8 @@ def _checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
     """Pairs of a message and whether the recipe is free of the mistake it names."""
     yield from _size_checks(recipe)
     yield from _corpus_checks(recipe.corpus)
+    yield from _weight_checks("corpus.weights", recipe.corpus.weights)
+    yield from _weight_checks("reference.weights", recipe.reference.weights)
     yield from _arm_checks(recipe.arms)
 
 
@@ -187,7 +197,7 @@ def _size_checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
         "model": "hidden_size intermediate_size layers heads key_value_heads",
         "train": "steps batch_size accumulate learning_rate clip_norm log_every checkpoint_every",
         "reference": "steps",
-        "eval": "batch_size",
+        "eval": "batch_size heldout_batches heldout_points",
     }
     for section, keys in positive.items():
         for key in keys.split():
@@ -209,15 +219,17 @@ def _size_checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
 
 
 def _corpus_checks(corpus: CorpusConfig) -> Iterator[tuple[str, bool]]:
-    weights = corpus.weights
     # the first token of a sequence is never a target, so one token has none
     yield "corpus.sequence_length must be at least 2", corpus.sequence_length >= 2
     yield "corpus.vocab_size must be at least 257: 256 bytes, end of text", corpus.vocab_size >= 257
     yield "corpus.tokenizer_characters must be above 0", corpus.tokenizer_characters > 0
     yield "corpus.heldout_problems must be above 0", corpus.heldout_problems > 0
-    yield f"corpus.weights must name {', '.join(SOURCES)}", sorted(weights) == sorted(SOURCES)
-    yield "corpus.weights must not be negative", min(weights.values()) >= 0
-    yield "corpus.weights must not all be 0", sum(weights.values()) > 0
+
+
+def _weight_checks(name: str, weights: dict[str, float]) -> Iterator[tuple[str, bool]]:
+    yield f"{name} must name {', '.join(SOURCES)}", sorted(weights) == sorted(SOURCES)
+    yield f"{name} must not be negative", min(weights.values()) >= 0
+    yield f"{name} must not all be 0", sum(weights.values()) > 0
 
 
 def _arm_checks(arms: dict[str, ArmConfig]) -> Iterator[tuple[str, bool]]:
@@ -236,6 +248,10 @@ def _arm_checks(arms: dict[str, ArmConfig]) -> Iterator[tuple[str, bool]]:
         )
         yield f"{at}.over must be batch or sequence, not {arm.over!r}", arm.over in OVER
         yield f"{at}.keep_warmup_steps must not be negative", arm.keep_warmup_steps >= 0
+        yield (
+            f"{at}.stored_losses=true has no effect without selector: excess_loss",
+            not arm.stored_losses or arm.selector == "excess_loss",
+        )
 
 
 # kind -> the pairs of a message and whether a recipe is free of the mistake it names

@@ -14,17 +14,23 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 
 class PackedRows(Dataset):
-    """Rows of a (rows, T) array of token ids as `input_ids` and `labels`, both int64 (T,)."""
+    """Rows of a (rows, T) array of token ids as `input_ids` and `labels`, both int64 (T,).
 
-    def __init__(self, rows: np.ndarray):
-        self.rows = rows
+    With stored `losses` (rows, T) of a reference model, also `reference_losses`, float32 (T,).
+    """
+
+    def __init__(self, rows: np.ndarray, losses: np.ndarray | None = None):
+        self.rows, self.losses = rows, losses
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.from_numpy(self.rows[index].astype(np.int64))
-        return {"input_ids": ids, "labels": ids}  # transformers shifts the labels itself
+        item = {"input_ids": ids, "labels": ids}  # transformers shifts the labels itself
+        if self.losses is not None:
+            item["reference_losses"] = torch.from_numpy(self.losses[index].astype(np.float32))
+        return item
 
 
 class BatchOrder(Sampler[list[int]]):
@@ -54,22 +60,22 @@ class BatchOrder(Sampler[list[int]]):
 class PackedData(L.LightningDataModule):
     """The training rows of one arm; its state in a checkpoint is how many batches are done."""
 
-    def __init__(self, rows: np.ndarray, batch_size: int, seed: int):
+    def __init__(self, data: PackedRows, batch_size: int, seed: int):
         super().__init__()
-        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.data, self.batch_size, self.seed = data, batch_size, seed
         self.done = 0
 
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None
         order = BatchOrder(
-            len(self.rows),
+            len(self.data),
             self.batch_size,
             self.seed,
             self.done,
             self.trainer.global_rank,
             self.trainer.world_size,
         )
-        return DataLoader(PackedRows(self.rows), batch_sampler=order)
+        return DataLoader(self.data, batch_sampler=order)
 
     def state_dict(self) -> dict[str, Any]:
         # Checkpoints are written between optimizer steps, so whole steps are all there is to count.

@@ -38,14 +38,14 @@ def export(source: Path, target: Path) -> Path:
             f"{target} is not empty and nothing in it is overwritten: name another"
         )
     model, tokenizer = load_checkpoint(checkpoint), tokenizer_of(checkpoint)
-    if tokenizer.is_dir():
+    if tokenizer is not None:
         _name_special_tokens(model, AutoTokenizer.from_pretrained(tokenizer))
     target.parent.mkdir(parents=True, exist_ok=True)
     # Whole or not at all: a folder that is there is complete.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as work:
         draft = Path(work) / "model"
         model.save_pretrained(draft)
-        if tokenizer.is_dir():
+        if tokenizer is not None:
             shutil.copytree(tokenizer, draft, dirs_exist_ok=True)
         if target.exists():
             target.rmdir()
@@ -63,9 +63,13 @@ def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
     return model
 
 
-def tokenizer_of(checkpoint: Path) -> Path:
-    """The folder of a run that has its tokenizer."""
-    return checkpoint.parent.parent / "tokenizer"
+def tokenizer_of(checkpoint: Path) -> Path | None:
+    """The folder with the tokenizer of a checkpoint's run; arms of a comparison share one."""
+    for parent in checkpoint.resolve().parents:
+        for folder in (parent / "tokenizer", parent / "corpus" / "tokenizer"):
+            if (folder / "tokenizer_config.json").is_file():
+                return folder
+    return None
 
 
 def _name_special_tokens(model: PreTrainedModel, tokenizer: Any) -> None:

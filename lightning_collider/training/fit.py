@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lightning_collider.training.callbacks import MetricsFile
 from lightning_collider.training.checkpoint import (
+    ABOUT,
     STATE,
     Checkpoints,
     newest_usable,
     shape_identity,
 )
 from lightning_collider.training.config import Recipe, TrainConfig
-from lightning_collider.training.data import PackedData
+from lightning_collider.training.data import PackedData, PackedRows
+from lightning_collider.training.files import read_json
 from lightning_collider.training.module import LanguageModel
 
 # Warnings that would mislead, or that are for Lightning's own developers.
@@ -41,10 +43,11 @@ KEPT_CHECKPOINTS = 2  # of an arm: should one be damaged, there is another
 class Job:
     """What distinguishes one training run of a recipe from another."""
 
-    folder: Path  # receives checkpoints/, log/ and model/
-    rows: np.ndarray  # (rows, T) token ids
+    folder: Path  # receives checkpoints/, log/, metrics.jsonl and model/
+    data: PackedRows
     steps: int  # optimizer steps
     strategy: Strategy
+    callbacks: tuple[L.Callback, ...] = ()
 
 
 def model_config(recipe: Recipe, vocab_size: int, **special_tokens: Any) -> LlamaConfig:
@@ -84,18 +87,21 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
     module = LanguageModel(model, config)
     folder, identity = job.folder / "checkpoints", {"model": shape_identity(model.config)}
     checkpoint = newest_usable(folder, identity)
+    metrics = MetricsFile(job.folder / "metrics.jsonl")
+    metrics.drop_behind(0 if checkpoint is None else read_json(checkpoint / ABOUT)["step"])
     trainer = make_trainer(
         config,
         job.strategy,
         devices=1,
-        logger=CSVLogger(job.folder, name="log"),
+        logger=[metrics, CSVLogger(job.folder, name="log")],
         callbacks=[
+            *job.callbacks,
             Checkpoints(folder, config.checkpoint_every, KEPT_CHECKPOINTS, identity),
             LearningRateMonitor(logging_interval="step"),
             TQDMProgressBar(refresh_rate=5),
         ],
     )
-    data = PackedData(job.rows, config.batch_size, recipe.seed)
+    data = PackedData(job.data, config.batch_size, recipe.seed)
     with quiet():
         trainer.fit(module, data, ckpt_path=None if checkpoint is None else checkpoint / STATE)
     if trainer.is_global_zero:

@@ -7,7 +7,8 @@ the strategy's affair; the module only reads what the output says of it, to repo
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, SumMetric
 from transformers import PreTrainedModel
 
+from lightning_collider.nn.causal_lm import token_losses
 from lightning_collider.training.config import TrainConfig
 from lightning_collider.training.guard import NOT_FINITE, GradientGuard
 from lightning_collider.training.utilisation import Utilisation
@@ -64,6 +66,21 @@ class Meter(nn.Module):
     def start(self) -> None:
         """Measure time from here on."""
         self._batches, self._since = 0, time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time that is spent inside out of the speeds."""
+        start = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - start
+
+    def now(self) -> dict[str, float]:
+        """Input tokens and seconds of training so far."""
+        so_far = {name: self.totals[name] for name in ("input_tokens", "seconds")}
+        if self._batches > 0:
+            so_far["input_tokens"] += self.tokens.compute().item()
+            so_far["seconds"] += time.perf_counter() - self._since
+        return so_far
 
     def update(self, out: Any, labels: torch.Tensor) -> None:
         """Take in one batch: the model's output and its labels (B, T)."""
@@ -142,11 +159,16 @@ class LanguageModel(L.LightningModule):
             if self.utilisation is not None:
                 row |= self.utilisation.row(row["tokens_per_s"], row["kept_share"])
             self.log_dict(row, prog_bar=True)
-            self.log_dict(self.step_numbers)
+            so_far = {name: self.meter.totals[name] for name in ("input_tokens", "seconds")}
+            self.log_dict(self.step_numbers | so_far)
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         loss = self.model(**inputs_of(batch), use_cache=False).loss
         self.log("validation_loss", loss, sync_dist=True, batch_size=len(batch["input_ids"]))
+
+    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int = 0) -> torch.Tensor:
+        """Loss of the prediction made at each position, float (B, T)."""
+        return token_losses(self.model, **inputs_of(batch))
 
     def configure_gradient_clipping(
         self,

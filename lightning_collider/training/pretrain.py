@@ -4,8 +4,10 @@
     RUN/tokenizer/              the tokenizer, for `collider export`
     RUN/checkpoints/            see checkpoint.py
     RUN/metrics.jsonl           one row of the log a line; log/ has it for others
+    RUN/sample.json, memory.json  see report/record.py
     RUN/model/                  the trained model as a Hugging Face folder, when all steps are done
-    RUN/train.json              its numbers; written last
+    RUN/train.json              its numbers; written last but for the report
+    RUN/report.html             curves, speed, and text under the filter
 
 Every rank runs this; files are written by rank 0.
 """
@@ -18,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import lightning_collider as lc
 from lightning_collider.data.packed import Schedule, Windows, schedule
@@ -28,6 +31,8 @@ from lightning_collider.data.prepare import prepare
 from lightning_collider.data.shards import TokenShards
 from lightning_collider.filtering.scores import ScoreStore
 from lightning_collider.ops import build
+from lightning_collider.report.record import StepMemory, TextSample
+from lightning_collider.report.write import write_report
 from lightning_collider.training.callbacks import (
     MetricsFile,
     ProgressBar,
@@ -135,10 +140,11 @@ def _train(recipe: TrainingRecipe, folder: Path, first: bool) -> dict[str, Any] 
         if first:
             metrics.drop_behind(resumed)
         every = None if held is None else recipe.trainer.validate_every
-        trainer = _trainer(recipe, config, windows, metrics, every, [stop, saver])
+        data = WindowData(recipe, the_plan, windows, held)
+        callbacks = [stop, saver, *_records(recipe, windows, data, folder, tokenizer)]
+        trainer = _trainer(recipe, config, windows, metrics, every, callbacks)
         if trainer.is_global_zero:
             tokenizer.save_pretrained(folder / "tokenizer")
-        data = WindowData(recipe, the_plan, windows, held)
         trainer.fit(module, data, ckpt_path=None if checkpoint is None else checkpoint / STATE)
     return _finish(trainer, module, folder, stop)
 
@@ -175,8 +181,23 @@ def _finish(
         export(folder, folder / "model")
         write_json(folder / "train.json", numbers)
         print(f"{folder}: {done} steps; model/, metrics.jsonl and train.json are in it")
+        print(f"Report: {write_report([folder])}")
     trainer.strategy.barrier()
     return numbers
+
+
+def _records(
+    recipe: TrainingRecipe, windows: Windows, data: WindowData, folder: Path, tokenizer: Any
+) -> tuple[L.Callback, ...]:
+    """What the run records for its report, on the micro-batch that it begins with."""
+    rows = data.rows[: recipe.trainer.micro_batch_size].tolist()
+    batch = default_collate([windows[row] for row in rows])
+    names = np.array(list(recipe.data.sources))
+    sources = np.repeat(names[[windows.place(row)[0] for row in rows]], windows.length)
+    return (
+        TextSample(folder / "sample.json", batch, tokenizer, sources.reshape(len(rows), -1)),
+        StepMemory(folder / "memory.json", batch),
+    )
 
 
 def _trainer(

@@ -11,6 +11,7 @@ import torch
 
 from lightning_collider.training.config import Recipe, to_dict
 from lightning_collider.training.files import read_json
+from lightning_collider.training.markdown import markdown_table
 
 PACKAGES = ("lightning-collider", "torch", "lightning", "transformers", "lm-eval", "tokenizers")
 
@@ -56,12 +57,6 @@ def to_markdown(results: dict[str, Any]) -> str:
     recipe, arms = results["recipe"], results["arms"]
     columns = [_column(arm) for arm in arms.values()]
     rows = [["", *arms], *([line, *(c[line] for c in columns)] for line in columns[0])]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    table = [
-        "| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |"
-        for row in rows
-    ]
     train, versions = recipe["train"], results["versions"]
     counts = results["corpus"]["tokens_by_source"]
     mix = ", ".join(f"{count:,} {source}" for source, count in counts.items())
@@ -74,7 +69,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"{results['date']}, {results['machine']['cores']} cores, "
         + ", ".join(f"{name} {number}" for name, number in versions.items()),
     ]
-    return "\n".join([f"# {recipe['name']}", "", *table, "", "\n\n".join(notes), ""])
+    return "\n".join([f"# {recipe['name']}", "", markdown_table(rows), "", "\n\n".join(notes), ""])
 
 
 def _column(arm: dict[str, Any]) -> dict[str, str]:

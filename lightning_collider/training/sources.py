@@ -30,6 +30,7 @@ INSTRUCTIONS = (
     " Give the result as your final answer. Do not include units.",
     "Your task is to count how many legs there are in total when given a list of animals.\n\nNow, ",
 )
+HELD_OUT = 100  # documents of general text, and tables of noise, that are never trained on
 BLOCK = 10_000  # items a reasoning-gym dataset is made for; its memory grows with them
 LARGEST_DOCUMENT = 2000  # characters; shorter documents mix better
 GENERATED = re.compile(r"auto-?generated|generated (from|by|with)|gencodec", re.IGNORECASE)
@@ -87,21 +88,33 @@ def library_documents() -> list[str]:
     return _library_parts()[False]
 
 
-def general_documents(seed: int) -> list[str]:
-    """The same, shuffled."""
-    return _shuffled(library_documents(), seed)
+def general_documents(seed: int, held_out: bool = False) -> list[str]:
+    """The same, shuffled. `held_out` gives HELD_OUT of them, which are not among the others."""
+    parts = _shuffled(library_documents(), seed)
+    apart = parts[-HELD_OUT:]
+    return apart if held_out else _without(parts, apart)
 
 
-def noise_documents(seed: int) -> Iterator[str]:
-    """Endless noise: in turn a generated table of the library, while any is left, and ours."""
-    rng = random.Random(seed)
+def noise_documents(seed: int, held_out: bool = False) -> Iterator[str]:
+    """Endless noise: in turn a generated table of the library, while any is left, and ours.
+
+    `held_out` gives other noise, with HELD_OUT tables that are not among the others.
+    """
+    rng = random.Random(f"{seed}-held-out" if held_out else seed)
     tables = _shuffled(_library_parts()[True], seed)
     words = [word for part in tables[:50] for word in part.split()]
+    tables = tables[:HELD_OUT] if held_out else _without(tables, tables[:HELD_OUT])
     makers = (_hex_dump, _number_table, lambda rng: _shuffled_words(rng, words))
     while True:
         if tables:
             yield tables.pop()
         yield rng.choice(makers)(rng)
+
+
+def _without(texts: list[str], apart: list[str]) -> list[str]:
+    """Texts that are not among others: the library has some twice."""
+    others = set(apart)
+    return [text for text in texts if text not in others]
 
 
 def split_document(text: str, largest: int = LARGEST_DOCUMENT) -> list[str]:

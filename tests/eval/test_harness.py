@@ -7,14 +7,35 @@ import random
 
 import pytest
 import torch
+from lm_eval.tasks import TaskManager
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_collider.eval.harness import TASKS, evaluate, find_corpus
-from lightning_collider.eval.tasks.heldout import near_answers, questions
-from lightning_collider.training.sources import generate_problems
+from lightning_collider.eval import harness
+from lightning_collider.eval.harness import (
+    SUITES,
+    automatic_batch,
+    evaluate,
+    find_corpus,
+    main_metric,
+)
+from lightning_collider.eval.tasks.heldout import (
+    answers,
+    general_texts,
+    line_questions,
+    near_answers,
+    next_lines,
+    questions,
+)
+from lightning_collider.training.corpus import heldout_documents
+from lightning_collider.training.sources import (
+    general_documents,
+    generate_problems,
+    noise_documents,
+)
 from lightning_collider.training.tokens import train_tokenizer
 
 ITEMS = 24
+DOCUMENTS = 2  # of general text, and of noise
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +47,8 @@ def run_folder(tmp_path_factory):
     (folder / "corpus").mkdir()
     lines = [json.dumps(dataclasses.asdict(problem)) + "\n" for problem in problems]
     (folder / "corpus" / "heldout.jsonl").write_text("".join(lines))
+    short = {name: texts[:DOCUMENTS] for name, texts in heldout_documents(0).items()}
+    (folder / "corpus" / "heldout.json").write_text(json.dumps(short))
     tokenizer = train_tokenizer([problem.text for problem in problems], 400, 512)
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -108,18 +131,140 @@ def test_near_answers_are_near_and_their_order_is_even():
     assert all(abs(count - 500) < 80 for count in places)
 
 
+def bits_of(texts, tokenizer, model):
+    """Bits per byte of texts, in windows of the model's length as lm-eval rolls over them."""
+    nats = n_bytes = 0
+    for text in texts:
+        ids = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
+        assert len(ids) <= model.config.max_position_embeddings + 1
+        nats -= log_likelihood(model, ids, 1)
+        n_bytes += len(text.encode())
+    return nats / n_bytes / math.log(2)
+
+
+def test_general_bits_and_noise_bits_equal_direct_computation(run_folder, tmp_path):
+    folder, _, tokenizer, model = run_folder
+    short = {"general": ["x = 1\n", "def f():\n    pass\n"], "noise": ["00 ff\n"]}
+    (tmp_path / "heldout.json").write_text(json.dumps(short))
+    found = evaluate(folder / "model", ["general_bits", "noise_bits"], corpus_dir=tmp_path)
+    for name, texts in short.items():
+        expected = bits_of(texts, tokenizer, model)
+        assert found[f"{name}_bits"]["value"] == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+def test_exact_answers_equal_greedy_decoding(run_folder, scores):
+    """An untrained model answers nothing right; one that we pretend said the answer does."""
+    folder, problems, _, _ = run_folder
+    items = answers(folder / "corpus")["test"]
+    assert [item["answer"] for item in items] == [f" {p.answer}" for p in problems]
+    assert scores["heldout_exact"]["value"] == 0.0 and scores["heldout_exact"]["items"] == ITEMS
+
+
+def test_code_lines_equal_direct_computation(run_folder, scores):
+    folder, _, tokenizer, model = run_folder
+    right = 0
+    items = next_lines(folder / "corpus")["test"]
+    for item in items:
+        prompt = tokenizer(item["prompt"])["input_ids"]
+        scored = []
+        for choice in item["choices"]:
+            ids = tokenizer(item["prompt"] + choice)["input_ids"]
+            scored.append(log_likelihood(model, ids, len(prompt)) / len(choice))
+        right += max(range(4), key=scored.__getitem__) == item["label"]
+    assert scores["code_line"]["metric"] == "acc_norm"
+    assert scores["code_line"]["value"] == pytest.approx(right / len(items), abs=1 / len(items))
+
+
+def test_line_questions_ask_for_the_line_that_follows():
+    lines = [f"value_{number} = compute({number})\n" for number in range(30)]
+    asked = line_questions("".join(lines), random.Random(0))
+    assert len(asked) == 5
+    for item in asked:
+        context = item["prompt"].splitlines(keepends=True)
+        following = lines[lines.index(context[-1]) + 1]
+        assert item["choices"][item["label"]] == following
+        assert len(set(item["choices"])) == 4 and not set(item["choices"]) & set(context)
+    assert line_questions("a\nb\n", random.Random(0)) == []
+    assert line_questions("the same line\n" * 20, random.Random(0)) == []
+
+
+def test_items_without_a_corpus_are_generated(monkeypatch):
+    monkeypatch.setattr(harness, "find_corpus", lambda _: None)
+    first = questions(None)["test"]
+    assert len(first) == 500 and first[:3] == questions(None)["test"][:3]
+    assert len(general_texts(None)["test"]) == 100
+
+
+def test_held_out_documents_are_not_trained_on():
+    held = heldout_documents(0)
+    assert not set(held["general"]) & set(general_documents(0))
+    stream = noise_documents(0)
+    assert not set(held["noise"]) & {next(stream) for _ in range(3000)}
+
+
+def test_automatic_batch_fits_the_memory(run_folder):
+    config = run_folder[3].config  # 512 tokens, a vocabulary of at most 400
+    text = 512 * config.vocab_size * 4 * harness.COPIES
+    assert automatic_batch(config, 100 * text) == 25
+    assert automatic_batch(config, 1e15) == harness.LARGEST_BATCH
+    assert automatic_batch(config, 1.0) == 1
+
+
+def test_metric_of_a_group_is_that_of_all_its_tasks():
+    report = {
+        "results": {
+            "mmlu": {"acc,none": 0.3, "acc_stderr,none": 0.01, "alias": "mmlu"},
+            "gsm8k": {"exact_match,strict-match": 0.1, "exact_match_stderr,strict-match": "N/A"},
+            "arc_easy": {"acc,none": 0.5, "acc_norm,none": 0.6, "acc_norm_stderr,none": 0.02},
+        },
+        "n-samples": {n: {"effective": 10} for n in ("a", "b", "c", "gsm8k", "arc_easy")},
+        "group_subtasks": {"mmlu": ["stem", "c"], "stem": ["a", "b"]},
+    }
+    assert main_metric(report, "mmlu") == {
+        "metric": "acc",
+        "value": 0.3,
+        "stderr": 0.01,
+        "items": 30,
+    }
+    assert main_metric(report, "gsm8k")["stderr"] is None
+    assert main_metric(report, "arc_easy")["value"] == 0.6
+
+
+@pytest.fixture
+def no_defaults(monkeypatch):
+    """Keep lm-eval from reading all its 15,000 files, whatever it is asked."""
+    make = TaskManager.__init__
+    monkeypatch.setattr(
+        TaskManager, "__init__", lambda self, **s: make(self, **{**s, "include_defaults": False})
+    )
+
+
+def test_hub_that_cannot_be_reached_names_the_offline_suite(run_folder, monkeypatch, no_defaults):
+    def fails(self, tasks):
+        raise ConnectionError("Couldn't reach 'allenai/ai2_arc' on the Hub")
+
+    monkeypatch.setattr(TaskManager, "load", fails)
+    monkeypatch.setattr(TaskManager, "all_tasks", property(lambda self: list(SUITES["general"])))
+    with pytest.raises(ConnectionError, match=r"arc_easy, .*`--suite offline` needs no network"):
+        evaluate(run_folder[0] / "model", SUITES["general"])
+
+
 def test_limit_scores_the_first_items(run_folder):
     scores = evaluate(run_folder[0] / "model", ["heldout_choice"], limit=3)
     assert scores.keys() == {"heldout_choice"}
     assert scores["heldout_choice"]["items"] == 3
 
 
-def test_mistakes_are_named(run_folder, tmp_path):
+def test_mistakes_are_named(run_folder, tmp_path, no_defaults):
     folder = run_folder[0]
-    with pytest.raises(FileNotFoundError, match=r"no Hugging Face checkpoint .*model/ folder"):
+    with pytest.raises(FileNotFoundError, match="is no checkpoint and has no checkpoints"):
         evaluate(tmp_path)
-    with pytest.raises(ValueError, match=rf"\['mmlu'\]; there are: {', '.join(TASKS)}"):
-        evaluate(folder / "model", ["mmlu"])
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*give the folder of a run"):
+        evaluate(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"unknown tasks \['mnlu'\]; there are ours \(code_line, "):
+        evaluate(folder / "model", ["mnlu"])
+    with pytest.raises(FileNotFoundError, match="is no corpus folder"):
+        evaluate(folder / "model", corpus_dir=tmp_path)
     assert find_corpus(folder / "model") == folder / "corpus"
-    with pytest.raises(FileNotFoundError, match="--corpus DIR"):
-        find_corpus(tmp_path)
+    assert find_corpus(tmp_path) is None

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_collider.training.config import Recipe, load_comparison
-
 TINY = [
     "corpus.sequence_length=64",
     "corpus.vocab_size=400",
@@ -24,16 +22,6 @@ TINY = [
     "train.checkpoint_every=2",
     "reference.steps=3",
 ]
-
-
-@pytest.fixture(scope="session")
-def tiny_in():
-    """Function that makes a tiny quickstart recipe with its run in a given folder."""
-
-    def make(folder: Path, *overrides: str) -> Recipe:
-        return load_comparison("quickstart", [*TINY, f"out={folder}", *overrides])
-
-    return make
 
 
 @pytest.fixture

@@ -22,14 +22,6 @@ from lightning_collider.training.module import LanguageModel
 from lightning_collider.training.run import run_recipe
 
 
-@pytest.fixture(scope="module")
-def finished(tiny_in, tmp_path_factory):
-    """A finished tiny run: its recipe, folder and results."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    recipe = tiny_in(folder)
-    return recipe, folder, run_recipe(recipe)
-
-
 def weights(folder, arm):
     return load_file(folder / "arms" / arm / "model" / "model.safetensors")
 
