@@ -1,0 +1,161 @@
+"""The table and the figure of the Token-Superposition comparison, from the lines of its results."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+Entry = dict[str, Any]  # a line of the results: "stage", "settings", "heldout_loss", "curve", ...
+
+
+def baseline_of(entries: list[Entry], steps: int, seed: int = 0) -> Entry | None:
+    """The best baseline of so many steps."""
+    found = [e for e in entries if _is(e, arm="baseline", steps=steps, seed=seed)]
+    return min(found, key=_loss, default=None)
+
+
+def chosen_of(entries: list[Entry]) -> Entry | None:
+    """The best cell of seed 0."""
+    return min((e for e in entries if _is_cell(e)), key=_loss, default=None)
+
+
+def table(entries: list[Entry], steps: int) -> str:
+    """Markdown: learning rates, all cells, ablations, fresh seeds. What is not there yet is left out.
+
+    Args:
+        entries: lines of the results, of one scale.
+        steps: optimizer steps of the runs at equal FLOPs.
+    """
+    baseline, chosen = baseline_of(entries, steps), chosen_of(entries)
+    if baseline is None:
+        return "no results yet"
+    parts = [_rates(entries, steps)]
+    if chosen is not None:
+        parts += [_cells(entries, baseline), _ablations(entries, baseline, chosen)]
+        parts.append(_seeds(entries, steps))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _rates(entries: list[Entry], steps: int) -> str:
+    rows = [
+        [_name(e), f"{e['settings']['learning_rate']:g}", f"{_loss(e):.3f}"]
+        for e in sorted(entries, key=lambda e: (_name(e), e["settings"]["learning_rate"]))
+        if e["stage"] == "learning rate" and e["settings"]["steps"] == steps
+    ]
+    return _markdown(["seed 0", "learning rate", "held-out loss"], rows)
+
+
+def _cells(entries: list[Entry], baseline: Entry) -> str:
+    cells: dict[tuple[int, float], Entry] = {}
+    for e in sorted(filter(_is_cell, entries), key=_loss, reverse=True):
+        cells[e["settings"]["bag_size"], e["settings"]["ratio"]] = e  # the best rate stays
+    sizes, ratios = (sorted({key[i] for key in cells}) for i in (0, 1))
+    rows = [
+        [
+            f"s = {s}",
+            *(_against(cells[s, r], baseline) if (s, r) in cells else "" for r in ratios),
+        ]
+        for s in sizes
+    ]
+    head = [f"seed 0, baseline {_loss(baseline):.3f}", *(f"r = {r:g}" for r in ratios)]
+    return _markdown(head, rows)
+
+
+def _ablations(entries: list[Entry], baseline: Entry, chosen: Entry) -> str:
+    found = [e for e in entries if e["stage"] == "ablation"]
+    rows = [[_name(e), _against(e, baseline)] for e in (chosen, *found)]
+    return _markdown(["seed 0", "held-out loss (minus the baseline's)"], rows) if found else ""
+
+
+def _seeds(entries: list[Entry], steps: int) -> str:
+    by_seed: dict[int, dict[str, Entry]] = {}
+    for e in entries:
+        if e["settings"]["seed"] != 0:
+            kind = "longer" if e["stage"] == "equal data" else e["settings"]["arm"]
+            by_seed.setdefault(e["settings"]["seed"], {})[kind] = e
+    rows, differences = [], []
+    for seed, found in sorted(by_seed.items()):
+        cells = [f"{_loss(found[k]):.3f}" if k in found else "" for k in KINDS]
+        difference = ""
+        if "baseline" in found and "tst" in found:
+            differences.append(_loss(found["tst"]) - _loss(found["baseline"]))
+            difference = f"{differences[-1]:+.3f}"
+        rows.append([str(seed), *cells, difference])
+    if len(differences) > 1:
+        spread = f"{statistics.mean(differences):+.3f} ± {statistics.stdev(differences):.3f}"
+        rows.append(["mean ± standard deviation", "", "", "", spread])
+    head = ["fresh seed", "baseline", "TST", "baseline, as much data as TST", "TST minus baseline"]
+    return _markdown(head, rows) if rows else ""
+
+
+KINDS = ("baseline", "tst", "longer")
+
+
+def draw(entries: list[Entry], steps: int, path: Path) -> None:
+    """A PNG: held-out loss over the steps of seed 0, and each cell's distance to the baseline."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    baseline = baseline_of(entries, steps)
+    if baseline is None:
+        return
+    figure, (curves, cells) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    shown = [e for e in entries if e["stage"] == "ablation" and e["settings"]["arm"] != "tst"]
+    for e in filter(None, (baseline, chosen_of(entries), *shown)):
+        curves.plot([int(x) for x in e["curve"]], list(e["curve"].values()), label=_name(e))
+    curves.set(xlabel="optimizer step", ylabel="held-out next-token loss (nats)", title="seed 0")
+    curves.legend(fontsize="small")
+    for size in sorted({e["settings"]["bag_size"] for e in entries if _is_cell(e)}):
+        line = [e for e in entries if _is_cell(e) and e["settings"]["bag_size"] == size]
+        line.sort(key=lambda e: e["settings"]["ratio"])
+        best = {e["settings"]["ratio"]: e for e in sorted(line, key=_loss, reverse=True)}
+        ratios = sorted(best)
+        gaps = [_loss(best[r]) - _loss(baseline) for r in ratios]
+        cells.plot(ratios, gaps, marker="o", label=f"s = {size}")
+    cells.axhline(0, color="black", linewidth=0.8)
+    cells.set(xlabel="r, part of the steps on bags", ylabel="loss minus the baseline's (nats)")
+    cells.set_title("below 0: superposition wins")
+    if cells.lines[1:]:
+        cells.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _loss(entry: Entry) -> float:
+    return entry["heldout_loss"]
+
+
+def _is(entry: Entry, **settings: Any) -> bool:
+    return settings.items() <= entry["settings"].items()
+
+
+def _is_cell(entry: Entry) -> bool:
+    return entry["stage"] in ("learning rate", "grid") and _is(entry, arm="tst", seed=0)
+
+
+def _name(entry: Entry) -> str:
+    s = entry["settings"]
+    if s["arm"] == "baseline":
+        return "baseline"
+    name = f"{ARMS[s['arm']]}, s={s['bag_size']}, r={s['ratio']:g}"
+    name += ", weights 1/i" if s["weights"] == "inverse" else ""
+    return name + (", bags cross documents" if s["straddle"] else "")
+
+
+ARMS = {
+    "tst": "TST",
+    "input": "bags as input only",
+    "output": "bags as target only",
+    "reinit": "TST, embeddings and head fresh at the switch",
+}
+
+
+def _against(entry: Entry, baseline: Entry) -> str:
+    return f"{_loss(entry):.3f} ({_loss(entry) - _loss(baseline):+.3f})"
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
