@@ -4,7 +4,7 @@ Plain NumPy files, and no streaming format with a loader of its own: any window 
 slice, so the order of training is a function of (seed, number) alone, resuming needs no state of a
 loader, and a stored loss stands at the same place as its token.
 
-    FOLDER/manifest.json         counts, checksums, tokenizer; renewed after each shard
+    FOLDER/manifest.json         counts, checksums, tokenizer, source; renewed after each shard
     FOLDER/tokens-00000.npy      (n,) uint16 or uint32, documents end to end, each with its eos
     FOLDER/ends-00000.npy        (documents,) int64, where each document of the shard ends
 
@@ -13,9 +13,8 @@ Tokenising that was interrupted goes on behind the last shard in the manifest.
 
 import errno
 import hashlib
-import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ import numpy as np
 
 from lightning_collider.training.files import read_json, sha256, write_json
 
-FORMAT = 1
-ENCODED_AT_ONCE = 512  # documents; the tokenizer's threads share them
+FORMAT = 2
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -42,7 +40,7 @@ class ShardWriter:
         folder: made if needed.
         tokenizer: adds no special token; its eos goes behind each document.
         origin: what the text is, compared on resuming.
-        shard_tokens: a shard ends with the document that reaches this.
+        shard_tokens: a shard ends with the documents that reach this.
 
     Raises:
         ValueError: the folder was begun with another tokenizer or other text.
@@ -71,30 +69,32 @@ class ShardWriter:
                     )
             self.manifest = found
         self._tokens: list[np.ndarray] = []
-        self._size = self._read = 0
+        self._size = 0
 
-    def write(self, texts: Iterable[tuple[bool, str]]) -> Iterator[int]:
-        """Tokenise the pairs (belongs here, text) that follow `manifest["read"]`.
+    @property
+    def tokens(self) -> int:
+        """Tokens written, and those of the shard that is being filled."""
+        return self.manifest["tokens"] + self._size
 
-        Yields the number of tokens after each batch. Raises ValueError when no document came, and
-        OSError when the disk is full; complete shards stay.
+    def add(self, texts: list[str], read: int) -> None:
+        """Tokenise the next documents; with them, `read` documents of the source are done.
+
+        Raises OSError when the disk is full; complete shards stay.
         """
-        if self.manifest["complete"]:
-            return
-        texts = iter(texts)
-        while batch := list(itertools.islice(texts, ENCODED_AT_ONCE)):
-            mine = [text for ours, text in batch if ours and text.strip()]
-            for ids in self._encode(mine):
-                self._tokens.append(ids)
-                self._size += len(ids)
-            self._read += len(batch)
-            if self._size >= self.shard_tokens:
-                self._close_shard()
-            yield self.manifest["tokens"] + self._size
+        for ids in self._encode(texts):
+            self._tokens.append(ids)
+            self._size += len(ids)
+        if self._size >= self.shard_tokens:
+            self._close_shard(read)
+
+    def finish(self, read: int) -> None:
+        """Write the last shard. Raises ValueError when no document came."""
         if self._size:
-            self._close_shard()
+            self._close_shard(read)
         if self.manifest["tokens"] == 0:
-            raise ValueError(f"{self.manifest['origin']} has no text: there is nothing to train on")
+            raise ValueError(
+                f"{self.manifest['origin']} has no text: there is nothing for {self.folder}"
+            )
         self.manifest["complete"] = True
         self._save_manifest()
 
@@ -106,7 +106,7 @@ class ShardWriter:
         for ids in encoded:
             yield np.array([*ids, self.tokenizer.eos_token_id], kind)
 
-    def _close_shard(self) -> None:
+    def _close_shard(self, read: int) -> None:
         number = len(self.manifest["shards"])
         arrays = {
             f"tokens-{number:05d}.npy": np.concatenate(self._tokens),
@@ -125,8 +125,8 @@ class ShardWriter:
         self.manifest["shards"].append(shard)
         self.manifest["tokens"] += self._size
         self.manifest["documents"] += len(self._tokens)
-        self.manifest["read"] += self._read
-        self._tokens, self._size, self._read = [], 0, 0
+        self.manifest["read"] = read
+        self._tokens, self._size = [], 0
         self._save_manifest()
 
     def _save_manifest(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pyarrow import ArrowInvalid
 
+from lightning_collider.training.hub import fetching
 from lightning_collider.training.settings import SourceConfig
 from lightning_collider.training.sources import (
     general_documents,
@@ -65,7 +66,8 @@ def _records(source: SourceConfig, files: list[str]) -> Any:
     from datasets import load_dataset  # takes a second to import
 
     if not files:
-        return load_dataset(source.path, source.subset, split=source.split, streaming=True)
+        with fetching("data.sources.*.path", source.path, "local files"):
+            return load_dataset(source.path, source.subset, split=source.split, streaming=True)
     kinds = {Path(f).suffix[1:] for f in files}
     if len(kinds) > 1 or not kinds <= READERS.keys():
         raise ValueError(

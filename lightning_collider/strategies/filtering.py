@@ -73,6 +73,7 @@ class Filtering:
         self._warn_without_effect(keep, selector, reference)
         self._kept: list[Tensor] = []  # kept rows of each micro-batch since the last step
         self._plain = False  # whether one came from no converted model
+        self._warned = False
 
     def _warn_without_effect(self, keep: float, selector: Any, reference: Any) -> None:
         if selector is None and (keep < 1.0 or reference is not None):
@@ -89,6 +90,9 @@ class Filtering:
     def attach(self, module: nn.Module, rank: int) -> None:
         """Convert the causal LM inside a module and bind the selector to it.
 
+        A model that is in eval mode as a whole, as ``from_pretrained`` leaves it and the Trainer
+        keeps it, is put in train mode: in eval mode nothing would be filtered.
+
         Raises:
             ValueError: no causal LM, several with a selector, or a reference that does not fit.
         """
@@ -98,6 +102,10 @@ class Filtering:
                 f"{type(module).__name__} holds no trainable Hugging Face causal LM: keep it as an "
                 f"attribute, for example self.model = AutoModelForCausalLM.from_pretrained(...)"
             )
+        for model in models:
+            if not any(m.training for m in model.modules()):
+                model.train()
+                rank_zero_info(f"lightning-collider: {type(model).__name__} put in train mode")
         if self.token_filter is None:
             for model in models:
                 convert(model, self.engine)
@@ -173,6 +181,7 @@ class Filtering:
                     "the losses of one optimizer step must all come from the converted model, or "
                     "none: their mean over kept tokens is not defined otherwise"
                 )
+            self._warn_unfiltered()
             return loss
         self._kept.append(torch.stack(known).sum())
         # The model's own mean knows its rows; a mean that the user took is over the kept ones.
@@ -181,6 +190,14 @@ class Filtering:
         ]
         divisor = torch.stack(divisors).sum()
         return loss * (divisor * undo).to(loss.device, loss.dtype)
+
+    def _warn_unfiltered(self) -> None:
+        if self.token_filter is not None and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                "a loss was not filtered, though there is a selector: it does not come from the "
+                "causal LM in train mode. Call model.train(), and give the model its labels"
+            )
 
     def normalise(self, parameters: Iterable[nn.Parameter], group: Any = None) -> None:
         """Divide the gradients by the kept rows of all ranks and micro-batches of this step.

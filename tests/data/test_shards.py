@@ -1,15 +1,18 @@
 """Token shards and training sequences, against the documents they were made from."""
 
 import dataclasses
+import itertools
 import json
+import os
 
 import datasets
 import numpy as np
 import pytest
 
+from lightning_collider.data import prepare as prepare_module
 from lightning_collider.data.packed import Schedule, Windows, schedule
-from lightning_collider.data.prepare import prepare
-from lightning_collider.data.shards import ShardWriter, TokenShards
+from lightning_collider.data.prepare import PARTS, prepare
+from lightning_collider.data.shards import ShardWriter, TokenShards, read_manifest
 from lightning_collider.data.text import documents
 from lightning_collider.training.models import load_tokenizer
 from lightning_collider.training.settings import SourceConfig
@@ -27,11 +30,6 @@ def made(tmp_path):
 
 def encoded(tokenizer, some):
     return [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in some]
-
-
-def write_all(writer, some):
-    for _ in writer.write((True, text) for text in some):
-        pass
 
 
 def test_shards_hold_every_document_once(made):
@@ -54,11 +52,8 @@ def test_windows_cross_shards_and_number_documents(tmp_path, made):
     ids = encoded(tokenizer, texts())
     writer = ShardWriter(tmp_path / "s", tokenizer, {}, shard_tokens=1)
     for first in range(0, 60, 7):  # a shard for each call's documents
-        writer._tokens = [np.array(i, np.uint16) for i in ids[first : first + 7]]
-        writer._size = sum(map(len, writer._tokens))
-        writer._close_shard()
-    writer.manifest["complete"] = True
-    writer._save_manifest()
+        writer.add(texts()[first : first + 7], first + 7)
+    writer.finish(60)
     shards = TokenShards(tmp_path / "s")
     flat = np.concatenate(ids)
     numbers = np.repeat(np.arange(60), [len(i) for i in ids])
@@ -91,23 +86,122 @@ def test_items_separate_documents(made):
     assert whole["labels"].equal(whole["input_ids"])
 
 
-def test_interrupted_tokenising_goes_on_to_equal_shards(tmp_path, made):
-    _, tokenizer, _ = made
-    many = texts(3000, seed=1)
-    whole = ShardWriter(tmp_path / "whole", tokenizer, {"from": "test"}, 5000)
-    write_all(whole, many)
-    cut = ShardWriter(tmp_path / "cut", tokenizer, {"from": "test"}, 5000)
-    steps = cut.write((True, text) for text in many)
-    for _ in range(3):
-        next(steps)
-    del steps
-    done = ShardWriter(tmp_path / "cut", tokenizer, {"from": "test"}, 5000)
-    assert 0 < done.manifest["read"] < 3000 and not done.manifest["complete"]
-    with pytest.raises(ValueError, match="is not complete"):
-        TokenShards(tmp_path / "cut")
-    write_all(done, many[done.manifest["read"] :])
-    assert done.manifest == whole.manifest
-    assert TokenShards(tmp_path / "cut").key == TokenShards(tmp_path / "whole").key
+def long_recipe(folder):
+    """A source of 3,000 documents, some ten shards of train and two of validation."""
+    folder.mkdir()
+    write_inputs(folder)
+    lines = (json.dumps({"text": text}) + "\n" for text in texts(3000, seed=1))
+    (folder / "words.jsonl").write_text("".join(lines))
+    return small_recipe(folder, "data.shard_tokens=5000")
+
+
+def manifests(folder):
+    return [read_manifest(folder / "data" / "words" / part) for part in PARTS]
+
+
+def without_place(manifest):
+    return {k: v for k, v in manifest.items() if k not in ("origin", "files")}
+
+
+@pytest.mark.parametrize("documents_read", [600, 1700, 2900])
+def test_interrupted_tokenising_goes_on_to_equal_shards(tmp_path, monkeypatch, documents_read):
+    whole, cut = (long_recipe(tmp_path / name) for name in ("whole", "cut"))
+    tokenizer = load_tokenizer(whole.model)
+    prepare(whole, tokenizer, 300)
+
+    def fails(source, seed, skip=0):
+        yield from itertools.islice(documents(source, seed, skip), documents_read)
+        raise KeyError("power cut")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="power cut"):
+        patch.setattr(prepare_module, "documents", fails)
+        prepare(cut, tokenizer, 300)
+    if documents_read > 600:
+        with pytest.raises(ValueError, match="is not complete"):
+            TokenShards(tmp_path / "cut" / "data" / "words" / "train")
+    prepare(cut, tokenizer, 300)
+    pairs = list(zip(*(manifests(tmp_path / name) for name in ("whole", "cut")), strict=True))
+    assert [len(m["shards"]) for m, _ in pairs] > [5, 1]
+    for one, other in pairs:
+        assert without_place(one) == without_place(other)
+
+
+def test_both_parts_are_written_in_one_pass(tmp_path, monkeypatch):
+    """A stream from the hub is downloaded once."""
+    recipe, begun = long_recipe(tmp_path / "one"), []
+
+    def counted(source, seed, skip=0):
+        begun.append(skip)
+        return documents(source, seed, skip)
+
+    monkeypatch.setattr(prepare_module, "documents", counted)
+    prepare(recipe, load_tokenizer(recipe.model), 300)
+    prepare(recipe, load_tokenizer(recipe.model), 300)
+    assert begun == [0]
+
+
+def test_text_that_changed_since_is_noticed(made, tmp_path):
+    recipe, tokenizer, _ = made
+    path = tmp_path / "words.jsonl"
+    content = path.read_text()
+    os.utime(path)  # a copy: another time, the same content
+    prepare(recipe, tokenizer, 300)
+    path.write_text(content.replace("mo", "ta", 1))
+    with pytest.raises(ValueError, match=r"words.jsonl has changed since .*words/train was token"):
+        prepare(recipe, tokenizer, 300)
+    path.write_text(content + content)
+    with pytest.raises(ValueError, match=r"words.jsonl has changed since"):
+        prepare(recipe, tokenizer, 300)
+    path.unlink()  # shards are enough
+    assert len(prepare(recipe, tokenizer, 300)["train"][0]) > 0
+
+
+def test_a_pattern_that_matches_other_files_is_noticed(tmp_path):
+    recipe = long_recipe(tmp_path / "one")
+    recipe.data.sources["words"].path = f"{tmp_path}/one/*.jsonl"
+    tokenizer = load_tokenizer(recipe.model)
+    prepare(recipe, tokenizer, 300)
+    extra = tmp_path / "one" / "more.jsonl"
+    extra.write_text('{"text": "mola"}\n')
+    with pytest.raises(ValueError, match=r"more.jsonl is new since"):
+        prepare(recipe, tokenizer, 300)
+    (tmp_path / "one" / "words.jsonl").rename(tmp_path / "words.jsonl")
+    extra.rename(tmp_path / "one" / "zzz.jsonl")
+    with pytest.raises(ValueError, match=r"words.jsonl is gone since"):
+        prepare(recipe, tokenizer, 300)
+
+
+def test_shards_of_another_run_are_a_source(made, tmp_path):
+    recipe, tokenizer, shards = made
+    source = SourceConfig(path=f"{recipe.data.folder}/words")
+    data = dataclasses.replace(recipe.data, folder=f"{tmp_path}/new", sources={"again": source})
+    again = prepare(dataclasses.replace(recipe, data=data), tokenizer, 300)
+    for part in PARTS:
+        assert again[part][0].key == shards[part][0].key
+    assert not (tmp_path / "new" / "again").exists()
+
+
+def test_a_hub_data_set_is_streamed_by_its_name(monkeypatch):
+    """What `datasets` is asked for; its answer is what the hub would stream."""
+    asked = []
+
+    def load_dataset(path, name, **options):
+        asked.append((path, name, options))
+        return datasets.Dataset.from_dict({"text": ["a", "b", "c"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = SourceConfig("some-lab/maths", subset="en", split="all", max_documents=2)
+    assert list(documents(source, 0, skip=1)) == ["b"]
+    assert asked == [("some-lab/maths", "en", {"split": "all", "streaming": True})]
+
+
+def test_a_hub_out_of_reach_is_told(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError("Couldn't reach 'some-lab/maths' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(OSError, match=r"some-lab/maths.*is no local.*local files"):
+        list(documents(SourceConfig("some-lab/maths"), 0))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])

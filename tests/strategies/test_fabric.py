@@ -47,6 +47,16 @@ def test_filtered_steps_equal_the_oracles(window):
     assert any(not weights(model)[n].equal(p) for n, p in start.named_parameters())
 
 
+def test_a_model_in_eval_mode_is_put_in_train_mode():
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="collider")
+    fabric.launch()
+    model = fabric.setup_module(small_llama(layers=2).eval())
+    assert all(m.training for m in model.module.modules())
+    (batch,) = batches(1)
+    loss = model(**batch).loss
+    lc.backward_filter(loss, batch["labels"] > 0)  # raises for a model in eval mode
+
+
 def test_clipping_sees_the_normalised_gradient():
     fabric, model, optimizer, start = setup("collider")
     (batch,) = batches(1)

@@ -73,6 +73,29 @@ def test_filtered_steps_equal_the_oracles(window, n):
     assert moved(weights(module), dict(start.named_parameters())) > 1e-3
 
 
+def test_a_model_in_eval_mode_is_filtered_all_the_same():
+    """`from_pretrained` returns eval mode and the Trainer keeps it; eval mode is not filtered."""
+    reference = small_llama(seed=9, layers=2).double()
+    module = UsersModule()
+    start = copy.deepcopy(module.model)
+    module.model.eval()
+    strategy = lc.ColliderStrategy(keep=0.6, selector="excess_loss", reference=reference)
+    fit(module, strategy, loader(3), max_steps=3)
+    want = steps_by_hand(start, Batches(3).items, excess_loss_masks(reference), 1)
+    assert relative_error(weights(module), want) < 1e-8
+
+
+def test_a_loss_that_the_selector_does_not_reach_is_told():
+    class Evaluating(UsersModule):
+        def training_step(self, batch, batch_idx):
+            self.model.eval()
+            return super().training_step(batch, batch_idx)
+
+    strategy = lc.ColliderStrategy(keep=0.6, selector="top_loss")
+    with pytest.warns(UserWarning, match=r"not filtered.*Call model\.train\(\)"):
+        fit(Evaluating(), strategy, loader(2), max_steps=2)
+
+
 @pytest.mark.parametrize("window", [1, 3])
 def test_dense_steps_are_the_mean_over_all_tokens_of_the_window(window):
     module = UsersModule()
