@@ -50,7 +50,7 @@ class TrainConfig:
     batch_size: int = MISSING  # sequences in one micro-batch
     accumulate: int = MISSING  # micro-batches in one optimizer step
     learning_rate: float = MISSING  # AdamW's rate at the end of the warm-up
-    final_learning_rate: float = MISSING  # AdamW's rate after the last step, where the cosine ends
+    final_learning_rate: float = MISSING  # AdamW's rate after the last step, where it falls to
     warmup_steps: int = MISSING  # optimizer steps of linear warm-up
     weight_decay: float = MISSING  # AdamW's decay, on matrices only
     clip_norm: float = MISSING  # largest norm of the whole gradient
@@ -59,6 +59,9 @@ class TrainConfig:
     log_every: int = MISSING  # optimizer steps between two rows of the log
     checkpoint_every: int = MISSING  # optimizer steps between two checkpoints
     on_nan: str = MISSING  # one of ON_NAN: what to do with a gradient that is not finite
+    decay_fraction: float | None = (
+        None  # last part of the steps, with a linear fall; null: a cosine
+    )
 
 
 @dataclass

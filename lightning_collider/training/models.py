@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lightning_collider.training.hub import fetching
 from lightning_collider.training.schema import nearest
 from lightning_collider.training.settings import ModelSource, TrainingRecipe
+from lightning_collider.training.tokens import BUILTIN, builtin_tokenizer
 from lightning_collider.training.wheels import PREFIX, model_from_wheel
 
 
@@ -71,6 +72,8 @@ def build_model(recipe: TrainingRecipe) -> PreTrainedModel:
 def load_tokenizer(source: ModelSource) -> Any:
     """The recipe's tokenizer. Raises ValueError when it has no end-of-text token."""
     name = source.tokenizer
+    if name.startswith(BUILTIN):
+        return builtin_tokenizer(name)
     if name == "weights":
         if source.weights is None:
             raise ValueError(

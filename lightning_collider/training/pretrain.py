@@ -11,6 +11,7 @@ Every rank runs this; files are written by rank 0.
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import lightning_collider as lc
+from lightning_collider.data.bags import BagWindows
 from lightning_collider.data.packed import Schedule, Windows, schedule
 from lightning_collider.data.prepare import prepare
 from lightning_collider.filtering.scores import ScoreStore
 from lightning_collider.ops import build
+from lightning_collider.superposition import TokenSuperposition
 from lightning_collider.training.callbacks import (
     MetricsFile,
     StepSeed,
@@ -50,19 +53,29 @@ class WindowData(L.LightningDataModule):
     def __init__(self, recipe: TrainingRecipe, the_plan: Plan, windows: Windows, held: Any):
         super().__init__()
         self.config, self.plan, self.windows, self.held = recipe.trainer, the_plan, windows, held
-        weights = [source.weight for source in recipe.data.sources.values()]
+        self.weights = [source.weight for source in recipe.data.sources.values()]
+        self.seed = recipe.seed
         rows = the_plan.steps * the_plan.rows_a_step
-        self.rows = schedule(windows.counts, weights, recipe.seed, rows)
+        self.rows = schedule(windows.counts, self.weights, self.seed, rows)
+        self.train: Dataset = windows
         self.steps_done = 0
 
-    def _loader(self, windows: Windows, rows: Any, done: int = 0) -> DataLoader:
+    def superpose(self, bag_size: int, superposed: Callable[[int], bool]) -> None:
+        """Let optimizer steps with `superposed(step)` have sequences `bag_size` times longer."""
+        self.train = windows = BagWindows(self.windows, bag_size)
+        a_step = self.plan.rows_a_step
+        long = a_step * sum(map(superposed, range(self.plan.steps)))
+        ordinary = a_step * self.plan.steps - long
+        self.rows = windows.schedule(self.weights, self.seed, long, ordinary)
+
+    def _loader(self, windows: Dataset, rows: Any, done: int = 0) -> DataLoader:
         assert self.trainer is not None
         size = self.config.micro_batch_size
         rank, world = self.trainer.global_rank, self.trainer.world_size
         return DataLoader(windows, batch_sampler=Schedule(rows, size, rank, world, done))
 
     def train_dataloader(self) -> DataLoader:
-        return self._loader(self.windows, self.rows, self.steps_done * self.plan.accumulate)
+        return self._loader(self.train, self.rows, self.steps_done * self.plan.accumulate)
 
     def val_dataloader(self) -> Any:
         if self.held is None:
@@ -117,7 +130,8 @@ def _train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any] | None:
             recipe.trainer.keep_checkpoints,
             identity,
         )
-        trainer = _trainer(recipe, config, windows, folder, resumed, [stop, saver])
+        callbacks = [stop, saver, *_superposition(recipe)]
+        trainer = _trainer(recipe, config, windows, folder, resumed, callbacks)
         if trainer.is_global_zero:
             tokenizer.save_pretrained(folder / "tokenizer")
         data = WindowData(recipe, the_plan, windows, held)
@@ -165,6 +179,13 @@ def _trainer(
         check_val_every_n_epoch=None,
         val_check_interval=None if every is None else every * config.accumulate,
     )
+
+
+def _superposition(recipe: TrainingRecipe) -> list[L.Callback]:
+    config = recipe.superposition
+    if config is None:
+        return []
+    return [TokenSuperposition(config.bag_size, config.ratio, config.weights)]
 
 
 def _loggers(folder: Path, resumed: int) -> list[Any]:
