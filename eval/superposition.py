@@ -2,10 +2,10 @@
 
     python -m lightning_collider.eval.superposition
 
-trains some 40 models of 4.3 million parameters, one after the other (under two hours on one core of
-2026), and prints a table and draws a figure. Each run adds a line to eval/results/superposition.jsonl;
-the command, killed and started again, skips what is there. `--report` only prints and draws, and
-`--quick` is a rehearsal of a minute.
+trains some 35 models of 4.3 million parameters, one after the other (under two hours on one core),
+prints a table and draws a figure. Each run adds a line to eval/results/superposition.jsonl; the
+command, killed and started again, skips what is there. `--report` only prints and draws, and
+`--quick` is a rehearsal of half a minute.
 
 What is compared is the next-token loss on held-out files, in float32, after the same number of
 optimizer steps of as many positions. In this order:

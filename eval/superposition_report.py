@@ -19,7 +19,7 @@ def chosen_of(entries: list[Entry]) -> Entry | None:
 
 
 def table(entries: list[Entry], steps: int) -> str:
-    """Markdown: learning rates, all cells, ablations, fresh seeds. What is not there yet is left out.
+    """Markdown: learning rates, all cells, ablations, fresh seeds, as far as they are there.
 
     Args:
         entries: lines of the results, of one scale.
@@ -48,7 +48,7 @@ def _cells(entries: list[Entry], baseline: Entry) -> str:
     cells: dict[tuple[int, float], Entry] = {}
     for e in sorted(filter(_is_cell, entries), key=_loss, reverse=True):
         cells[e["settings"]["bag_size"], e["settings"]["ratio"]] = e  # the best rate stays
-    sizes, ratios = (sorted({key[i] for key in cells}) for i in (0, 1))
+    sizes, ratios = sorted({s for s, _ in cells}), sorted({r for _, r in cells})
     rows = [
         [
             f"s = {s}",

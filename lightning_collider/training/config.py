@@ -59,9 +59,7 @@ class TrainConfig:
     log_every: int = MISSING  # optimizer steps between two rows of the log
     checkpoint_every: int = MISSING  # optimizer steps between two checkpoints
     on_nan: str = MISSING  # one of ON_NAN: what to do with a gradient that is not finite
-    decay_fraction: float | None = (
-        None  # last part of the steps, with a linear fall; null: a cosine
-    )
+    decay_fraction: float | None = None  # last part, with a linear fall; null: a cosine all the way
 
 
 @dataclass

@@ -53,8 +53,8 @@ class DataConfig:
 
 @dataclass
 class TrainerConfig:
-    # The first of the three limits counts. On bags a step of so many tokens reads bag_size times more
-    # text, and only epochs counts that.
+    # The first of the three limits counts. A step on bags reads bag_size times more text than
+    # batch_tokens, which only epochs takes into account.
     max_tokens: int | None = None  # stop after so many tokens
     epochs: float | None = None  # stop after so many passes over the data
     max_steps: int | None = None  # stop after so many optimizer steps

@@ -141,7 +141,7 @@ def test_resume_equals_the_uninterrupted_run(tmp_path, strategy, saved):
 
 
 class SaveAtPassEnd(L.Callback):
-    """A checkpoint behind the first pass over the data, in a hook that comes after its last batch."""
+    """A checkpoint behind the first pass over the data, in a hook after its last batch."""
 
     def __init__(self, path, hook):
         self.path = path
