@@ -129,7 +129,7 @@ class FilteredCausalLM(Swapped):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Last hidden states (B, T, D) of embeddings (B, T, D), by the operators, never filtered."""
+        """Hidden states (B, T, D) of embeddings (B, T, D), by the operators and never filtered."""
         given = {
             "input_ids": None,
             "attention_mask": attention_mask,

@@ -266,6 +266,23 @@ def test_the_selector_begins_with_phase_2():
     assert all(0 < state.keep.float().mean() < 0.7 for state in kept[SWITCH:])
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_lora_trains_its_adapters_in_both_phases(strategy):
+    peft = pytest.importorskip("peft", reason="peft is in the dev extra")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    module = Recorder()
+    module.model = peft.get_peft_model(module.model, config)
+    start = copy.deepcopy(module.model)
+    run(strategy, module=module)
+    assert module.shapes == [(1, BAG * LENGTH)] * SWITCH + [(1, LENGTH)] * (STEPS - SWITCH)
+    ids, labels = batch_rows(0, BAG)
+    settings = BagSettings(BAG, row_length=LENGTH)
+    first = superposed_loss(start.get_base_model(), ids, labels, settings).loss
+    assert module.losses[0] == pytest.approx(first.item(), rel=1e-6)
+    for name, after in module.model.named_parameters():
+        assert start.get_parameter(name).equal(after) != ("lora" in name), name
+
+
 def logged(folder):
     lines = (folder / "log" / "version_0" / "metrics.csv").read_text().splitlines()
     names = lines[0].split(",")
