@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--convert", action="store_true", help="the model as the recipe trains it")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     recipe = load_training(given.recipe, given.overrides)
     model: Any = build_model(recipe).train()
     if given.convert:
