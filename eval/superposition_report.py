@@ -4,6 +4,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
+from lightning_collider.eval.superposition_run import CURVE_ROWS
+
 Entry = dict[str, Any]  # a line of the results: "stage", "settings", "heldout_loss", "curve", ...
 
 
@@ -91,20 +95,20 @@ KINDS = ("baseline", "tst", "longer")
 
 
 def draw(entries: list[Entry], steps: int, path: Path) -> None:
-    """A PNG: held-out loss over the steps of seed 0, and each cell's distance to the baseline."""
-    import matplotlib
+    """A PNG: losses over the steps of seed 0, and each cell's distance to the baseline.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    The curves are of a few held-out sequences, the distances of all.
+    """
     baseline = baseline_of(entries, steps)
     if baseline is None:
         return
-    figure, (curves, cells) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    curves, cells = figure.subplots(1, 2)
     shown = [e for e in entries if e["stage"] == "ablation" and e["settings"]["arm"] != "tst"]
     for e in filter(None, (baseline, chosen_of(entries), *shown)):
         curves.plot([int(x) for x in e["curve"]], list(e["curve"].values()), label=_name(e))
-    curves.set(xlabel="optimizer step", ylabel="held-out next-token loss (nats)", title="seed 0")
+    curves.set(xlabel="optimizer step", title="seed 0")
+    curves.set_ylabel(f"next-token loss of {CURVE_ROWS} held-out sequences (nats)")
     curves.legend(fontsize="small")
     for size in sorted({e["settings"]["bag_size"] for e in entries if _is_cell(e)}):
         line = [e for e in entries if _is_cell(e) and e["settings"]["bag_size"] == size]
@@ -114,13 +118,12 @@ def draw(entries: list[Entry], steps: int, path: Path) -> None:
         gaps = [_loss(best[r]) - _loss(baseline) for r in ratios]
         cells.plot(ratios, gaps, marker="o", label=f"s = {size}")
     cells.axhline(0, color="black", linewidth=0.8)
-    cells.set(xlabel="r, part of the steps on bags", ylabel="loss minus the baseline's (nats)")
-    cells.set_title("below 0: superposition wins")
+    cells.set(xlabel="r, part of the steps on bags", title="below 0: superposition wins")
+    cells.set_ylabel("held-out loss minus the baseline's (nats)")
     if cells.lines[1:]:
         cells.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _loss(entry: Entry) -> float:
