@@ -49,9 +49,7 @@ def _rates(entries: list[Entry], steps: int) -> str:
 
 
 def _cells(entries: list[Entry], baseline: Entry) -> str:
-    cells: dict[tuple[int, float], Entry] = {}
-    for e in sorted(filter(_is_cell, entries), key=_loss, reverse=True):
-        cells[e["settings"]["bag_size"], e["settings"]["ratio"]] = e  # the best rate stays
+    cells = _best_cells(entries)
     sizes, ratios = sorted({s for s, _ in cells}), sorted({r for _, r in cells})
     rows = [
         [
@@ -104,26 +102,38 @@ def draw(entries: list[Entry], steps: int, path: Path) -> None:
         return
     figure = Figure(figsize=(11, 4), layout="constrained")
     curves, cells = figure.subplots(1, 2)
-    shown = [e for e in entries if e["stage"] == "ablation" and e["settings"]["arm"] != "tst"]
-    for e in filter(None, (baseline, chosen_of(entries), *shown)):
-        curves.plot([int(x) for x in e["curve"]], list(e["curve"].values()), label=_name(e))
-    curves.set(xlabel="optimizer step", title="seed 0")
-    curves.set_ylabel(f"next-token loss of {CURVE_ROWS} held-out sequences (nats)")
-    curves.legend(fontsize="small")
-    for size in sorted({e["settings"]["bag_size"] for e in entries if _is_cell(e)}):
-        line = [e for e in entries if _is_cell(e) and e["settings"]["bag_size"] == size]
-        line.sort(key=lambda e: e["settings"]["ratio"])
-        best = {e["settings"]["ratio"]: e for e in sorted(line, key=_loss, reverse=True)}
-        ratios = sorted(best)
-        gaps = [_loss(best[r]) - _loss(baseline) for r in ratios]
-        cells.plot(ratios, gaps, marker="o", label=f"s = {size}")
-    cells.axhline(0, color="black", linewidth=0.8)
-    cells.set(xlabel="r, part of the steps on bags", title="below 0: superposition wins")
-    cells.set_ylabel("held-out loss minus the baseline's (nats)")
-    if cells.lines[1:]:
-        cells.legend(fontsize="small")
+    _draw_curves(curves, entries, baseline)
+    _draw_cells(cells, entries, baseline)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def _draw_curves(axes: Any, entries: list[Entry], baseline: Entry) -> None:
+    shown = [e for e in entries if e["stage"] == "ablation" and e["settings"]["arm"] != "tst"]
+    for e in filter(None, (baseline, chosen_of(entries), *shown)):
+        axes.plot([int(x) for x in e["curve"]], list(e["curve"].values()), label=_name(e))
+    axes.set(xlabel="optimizer step", title="seed 0")
+    axes.set_ylabel(f"next-token loss of {CURVE_ROWS} held-out sequences (nats)")
+    axes.legend(fontsize="small")
+
+
+def _draw_cells(axes: Any, entries: list[Entry], baseline: Entry) -> None:
+    cells = _best_cells(entries)
+    for size in sorted({s for s, _ in cells}):
+        ratios = sorted(r for s, r in cells if s == size)
+        gaps = [_loss(cells[size, r]) - _loss(baseline) for r in ratios]
+        axes.plot(ratios, gaps, marker="o", label=f"s = {size}")
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xlabel="r, part of the steps on bags", title="below 0: superposition wins")
+    axes.set_ylabel("held-out loss minus the baseline's (nats)")
+    if cells:
+        axes.legend(fontsize="small")
+
+
+def _best_cells(entries: list[Entry]) -> dict[tuple[int, float], Entry]:
+    """The best learning rate of each (s, r)."""
+    ordered = sorted(filter(_is_cell, entries), key=_loss, reverse=True)
+    return {(e["settings"]["bag_size"], e["settings"]["ratio"]): e for e in ordered}
 
 
 def _loss(entry: Entry) -> float:
