@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_collider as lc
-from lightning_collider.data.bags import BagWindows
+from lightning_collider.data.bag_windows import BagWindows
 from lightning_collider.data.packed import Schedule, Windows, schedule
 from lightning_collider.data.prepare import prepare
 from lightning_collider.filtering.scores import ScoreStore

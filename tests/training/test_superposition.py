@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_collider.data.bags import BagWindows
+from lightning_collider.data.bag_windows import BagWindows
 from lightning_collider.data.packed import Windows
 from lightning_collider.data.prepare import prepare
 from lightning_collider.training.models import build_model, load_tokenizer

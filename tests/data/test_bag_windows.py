@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_collider.data.bags import BagWindows
+from lightning_collider.data.bag_windows import BagWindows
 from lightning_collider.data.packed import Windows
 
 
