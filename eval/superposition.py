@@ -19,6 +19,7 @@ optimizer steps of as many positions. In this order:
 
 import argparse
 import dataclasses
+import gc
 import json
 import logging
 import time
@@ -166,6 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
         def measure(run: Run, stage: str) -> float:
             if ledger.key(run) not in ledger.done:
                 ledger.add(run, stage, train(scale, run, text))
+                gc.collect()  # a Trainer is full of cycles, and holds model and optimizer
                 print(time.strftime("%H:%M:%S"), stage, run, flush=True)
             return ledger.done[ledger.key(run)]["heldout_loss"]
 
