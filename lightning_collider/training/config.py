@@ -53,7 +53,7 @@ class TrainConfig:
     batch_size: int = MISSING  # sequences in one micro-batch
     accumulate: int = MISSING  # micro-batches in one optimizer step
     learning_rate: float = MISSING  # AdamW's rate at the end of the warm-up
-    final_learning_rate: float = MISSING  # AdamW's rate after the last step, where the cosine ends
+    final_learning_rate: float = MISSING  # AdamW's rate after the last step, where it falls to
     warmup_steps: int = MISSING  # optimizer steps of linear warm-up
     weight_decay: float = MISSING  # AdamW's decay, on matrices only
     clip_norm: float = MISSING  # largest norm of the whole gradient
@@ -64,6 +64,7 @@ class TrainConfig:
     on_nan: str = MISSING  # one of ON_NAN: what to do with a gradient that is not finite
     on_spike: str = "warn"  # one of ON_SPIKE: what to do with a gradient that is a spike
     spike_factor: float | None = None  # times the usual norm from which it is one; null: never
+    decay_fraction: float | None = None  # last part, with a linear fall; null: a cosine all the way
 
 
 @dataclass
