@@ -18,7 +18,6 @@ from torch import nn
 
 from lightning_collider.federated.algorithms import Weights
 
-
 TRAIN, CORRECT = "train", "train.correct"
 ORDER, REPORT, WEIGHTS = "order", "report", "weights"  # names of the records in a message
 
