@@ -1,6 +1,6 @@
 """lightning-collider: token-filtered LLM training, filtered in every layer's backward."""
 
-from lightning_collider import fabric, oracle, superposition
+from lightning_collider import fabric, federated, oracle, superposition
 from lightning_collider.filtering.selectors import select
 from lightning_collider.filtering.state import backward_filter
 from lightning_collider.nn.causal_lm import token_losses
@@ -16,6 +16,7 @@ __all__ = [
     "convert",
     "coverage",
     "fabric",
+    "federated",
     "oracle",
     "select",
     "superposition",

@@ -91,6 +91,7 @@ def _federate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _federate(args: argparse.Namespace) -> None:
+    from lightning_collider.federated import require_flower
     from lightning_collider.training.config import load_federated, to_yaml
 
     recipe = load_federated(args.recipe, args.overrides)
@@ -101,16 +102,22 @@ def _federate(args: argparse.Namespace) -> None:
 
         print(write_app(recipe, args.app))
     else:
+        require_flower()
         from lightning_collider.federated.run import run_federated
 
         run_federated(recipe)
 
 
 def _explain(args: argparse.Namespace) -> None:
-    from lightning_collider.training.config import load_recipe
+    from lightning_collider.training.config import FederatedRecipe, load_recipe
     from lightning_collider.training.explain import explain
 
-    print(explain(load_recipe(args.recipe, args.overrides)))
+    recipe = load_recipe(args.recipe, args.overrides)
+    if isinstance(recipe, FederatedRecipe):
+        raise ValueError(
+            f"{args.recipe!r} is a federated run, which `collider explain` cannot read"
+        )
+    print(explain(recipe))
 
 
 def _tokenize(args: argparse.Namespace) -> None:

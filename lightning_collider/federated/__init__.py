@@ -8,6 +8,16 @@ them: on a simulated clock, and as Flower apps.
 Only the algorithms are imported here: the rest needs the extra `lightning-collider[federated]`.
 """
 
+from importlib.util import find_spec
+
 from lightning_collider.federated.algorithms import FedADT, FedAsync, FedAvg, FedBuff
 
-__all__ = ["FedADT", "FedAsync", "FedAvg", "FedBuff"]
+__all__ = ["FedADT", "FedAsync", "FedAvg", "FedBuff", "require_flower"]
+
+
+def require_flower() -> None:
+    """Raise ImportError, with what to do, where Flower is not installed."""
+    if find_spec("flwr") is None:
+        raise ImportError(
+            "federated training needs Flower: pip install 'lightning-collider[federated]'"
+        )

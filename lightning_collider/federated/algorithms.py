@@ -248,8 +248,8 @@ class FedADT(FedAsync):
 
     A client that has trained from version tau says so; if the server is at t > tau by then, it
     sends w_t, and the client takes `steps` optimizer steps on the loss of distillation.py with the
-    teacher w_t and the weight lam(t). The abstract of arXiv 2504.04081 says: the latest global model
-    teaches before aggregation, weakly in early stages. The formulas and all numbers are ours.
+    teacher w_t and the weight lam(t). The abstract of arXiv 2504.04081 says: the latest global
+    model teaches before aggregation, weakly in early stages. Formulas and numbers are ours.
 
     Args:
         mixing, power: a and b, see :class:`FedAsync`.

@@ -68,7 +68,9 @@ class Trainer:
             out = self.wrapped.training_step(batch, index)
             self._step(out["loss"] if isinstance(out, dict) else out, batch)
 
-    def correct(self, batches: Iterable[Any], teacher: L.LightningModule, order: CorrectOrder) -> None:
+    def correct(
+        self, batches: Iterable[Any], teacher: L.LightningModule, order: CorrectOrder
+    ) -> None:
         """One correction step on each batch."""
         teacher.to(self.fabric.device).eval().requires_grad_(False)
         for batch in batches:
@@ -132,11 +134,11 @@ class Client:
         """
         order = unpack(message, ORDER, CorrectOrder)
         number = self._number(context)
-        kept = context.state.get(TRAINED_JOB)
+        kept = context.state.config_records.get(TRAINED_JOB)
         if kept is None or kept["job"] != order.job:
             raise ValueError(f"client {number} holds no trained weights of its job {order.job}")
         del context.state[TRAINED_JOB]
-        weights = context.state.pop(TRAINED)
+        weights = context.state.array_records.pop(TRAINED)
         loss, seen = 0.0, 0
         if order.steps:
             teacher = self.task.module()
@@ -156,7 +158,9 @@ class Client:
         with seeded(seed):
             trainer = Trainer(self.task, weights, seed)
             if self.config.keep_optimizer and OPTIMIZER in context.state:
-                trainer.restore_optimizer(context.state[OPTIMIZER]["state"])
+                saved = context.state.config_records[OPTIMIZER]["state"]
+                assert isinstance(saved, bytes)
+                trainer.restore_optimizer(saved)
             yield trainer
         if self.config.keep_optimizer:
             context.state[OPTIMIZER] = ConfigRecord({"state": trainer.optimizer_bytes()})

@@ -24,6 +24,7 @@ from lightning_collider.training.sources import library_documents
 
 END = 256  # the token behind each document; 0 to 255 are bytes
 HELD_OUT = 20  # every so manieth document is never trained on
+TEST_ROWS = 128  # sequences of held-out text
 Batch = dict[str, Tensor]  # input_ids and labels, int64 (B, T)
 
 
@@ -109,11 +110,9 @@ class Code(Task):
     ):
         self.seed, self.clients, self.batch_size = seed, clients, batch_size
         self.shape = (width, layers, length, learning_rate, keep)
-        self.filter = {"keep": keep, "selector": selector if keep < 1 else None, "engine": engine}
+        self.keep, self.selector, self.engine = keep, selector if keep < 1 else None, engine
         documents = library_documents()
-        # evenly from the whole library: the held-out text has something of every client's part
-        held_out = documents[::HELD_OUT]
-        self._test = _rows(held_out[:: max(1, len(held_out) // 64)], length, sequences)
+        self._test = _evenly(documents[::HELD_OUT], length, TEST_ROWS)
         kept = [d for i, d in enumerate(documents) if i % HELD_OUT]
         size = len(kept) // clients
         self._parts = [
@@ -139,6 +138,7 @@ class Code(Task):
             yield {"input_ids": rows[some], "labels": rows[some]}
 
     def evaluate(self, module: L.LightningModule) -> dict[str, float]:
+        assert isinstance(module, CodeModel)
         module.eval()
         total, count = 0.0, 0
         with torch.no_grad():
@@ -151,7 +151,9 @@ class Code(Task):
 
     def fabric(self, seed: int) -> L.Fabric:
         """One with the filtering strategy, which counts steps and so serves one job only."""
-        strategy = lc.fabric.ColliderStrategy(**self.filter, seed=seed)
+        strategy = lc.fabric.ColliderStrategy(
+            keep=self.keep, selector=self.selector, engine=self.engine, seed=seed
+        )
         fabric = L.Fabric(accelerator="auto", devices=1, strategy=strategy)
         fabric.launch()
         return fabric
@@ -166,3 +168,11 @@ def _rows(documents: list[str], length: int, most: int) -> Tensor:
             break
     rows = min(most, len(tokens) // length)
     return torch.tensor(tokens[: rows * length], dtype=torch.int64).view(rows, length)
+
+
+def _evenly(documents: list[str], length: int, most: int) -> Tensor:
+    """The first bytes of documents from all over the list, as int64 (rows, length)."""
+    texts = [d.encode() for d in documents]
+    long = [t[:length] for t in texts if len(t) >= length]
+    chosen = long[:: max(1, len(long) // most)][:most]
+    return torch.tensor([list(t) for t in chosen], dtype=torch.int64).view(-1, length)

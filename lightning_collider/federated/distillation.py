@@ -7,8 +7,8 @@ The loss of a row with the label y, the client's logits z and the global model's
 and its mean over the rows is taken. T^2 keeps the gradient's size when T changes (Hinton et al.,
 arXiv 1503.02531). The weight lam grows with the version t of the global model, which still misleads
 in early stages: lam(t) = lam_max (1 - exp(-t / t_warm)). That distillation from the latest global
-model corrects, and weakly at first, is from the abstract of FedADT (arXiv 2504.04081); both formulas
-are ours.
+model corrects, and weakly at first, is from the abstract of FedADT (arXiv 2504.04081); both
+formulas are ours.
 """
 
 import math

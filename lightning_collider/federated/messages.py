@@ -13,16 +13,10 @@ import dataclasses
 from typing import Any, TypeVar
 
 import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import nn
 
 from lightning_collider.federated.algorithms import Weights
-
-try:
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
-except ImportError as error:
-    raise ImportError(
-        "federated training needs Flower: pip install 'lightning-collider[federated]'", name="flwr"
-    ) from error
 
 TRAIN, CORRECT = "train", "train.correct"
 ORDER, REPORT, WEIGHTS = "order", "report", "weights"  # names of the records in a message

@@ -75,14 +75,15 @@ def train(
 ) -> ServerState:
     """Run a recipe's server; its rows go to the journal. Arguments as in `run_federated`."""
     task = make_task(recipe.task, recipe.seed)
-    if connect is None:
-        app = client_function(task, recipe)
-        simulator = Simulator(app, task.clients, recipe.simulation, recipe.seed)
-        grid, clock = simulator, simulator
-    else:
-        grid, clock = connect(task)
+    grid, clock = connect(task) if connect else _simulated(task, recipe)
     algorithm = make_algorithm(recipe.algorithm, recipe.algorithms.get(recipe.algorithm, {}))
     return Server(grid, clock, task, algorithm, recipe.server, journal, checkpoint, say).run()
+
+
+def _simulated(task: Task, recipe: FederatedRecipe) -> tuple[Mailbox, Clock]:
+    app = client_function(task, recipe)
+    simulator = Simulator(app, task.clients, recipe.simulation, recipe.seed)
+    return simulator, simulator
 
 
 def client_function(task: Task, recipe: FederatedRecipe) -> App:

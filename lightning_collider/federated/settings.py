@@ -38,7 +38,7 @@ class ServerConfig:
 
 @dataclass
 class SimulationConfig:
-    examples_per_second: float = MISSING  # median speed of clients in training, on the simulated clock
+    examples_per_second: float = MISSING  # median speed of clients in training
     speed_sigma: float = MISSING  # standard deviation of the logarithm of clients' speeds
     jitter_sigma: float = MISSING  # the same for one job of a client
     latency: float = MISSING  # simulated seconds of one message, either way

@@ -83,7 +83,9 @@ class Simulator:
         self._events: list[tuple[float, int, str, Any]] = []  # time, order, kind, what
         self._arrived: dict[str, Message] = {}  # replies by the id of what they answer
         self._there: set[int] = set()
-        self.clients = {c.node: c for c in (SimulatedClient(i, config, seed) for i in range(clients))}
+        self.clients = {
+            c.node: c for c in (SimulatedClient(i, config, seed) for i in range(clients))
+        }
         for client in self.clients.values():
             if client.joins_at:
                 self._plan(client.joins_at, "join", client.node)
@@ -160,6 +162,7 @@ def _identify() -> None:
 
 def _work(reply: Message) -> float:
     """Passes of one example that a reply reports; 0 for an error."""
-    if reply.has_error() or REPORT not in reply.content:
+    if reply.has_error() or REPORT not in reply.content.config_records:
         return 0.0
-    return float(reply.content[REPORT].get("work", 0.0))
+    work = reply.content.config_records[REPORT].get("work")
+    return work if isinstance(work, float) else 0.0

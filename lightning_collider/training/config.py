@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from lightning_collider.federated import settings as federated
+from lightning_collider.federated import settings as federated_settings
 from lightning_collider.federated.settings import FederatedRecipe
 from lightning_collider.training import settings
 from lightning_collider.training.schema import read_recipe, to_object
@@ -150,11 +150,8 @@ def load_training(name_or_path: str, overrides: list[str] | None = None) -> Trai
     """`load_recipe` for a recipe that is one training run, such as tinyllama-1.1b."""
     recipe = load_recipe(name_or_path, overrides)
     if not isinstance(recipe, TrainingRecipe):
-        what = (
-            "is a federated run"
-            if recipe.kind == "federated"
-            else "compares runs on text of its own"
-        )
+        federated = recipe.kind == "federated"
+        what = "is a federated run" if federated else "compares runs on text of its own"
         raise ValueError(
             f"recipe {name_or_path!r} {what}; this command is for a "
             "recipe with `kind: training`, such as smollm2-135m"
@@ -259,5 +256,5 @@ def _arm_checks(arms: dict[str, ArmConfig]) -> Iterator[tuple[str, bool]]:
 CHECKS: dict[str, Callable[[Any], Iterator[tuple[str, bool]]]] = {
     "comparison": _checks,
     "training": settings.checks,
-    "federated": federated.checks,
+    "federated": federated_settings.checks,
 }

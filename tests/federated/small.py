@@ -21,7 +21,9 @@ from lightning_collider.federated.state import Journal
 OPTIONS = {"clients": 4, "dirichlet": 10.0, "batch_size": 64, "learning_rate": 0.3}
 
 
-def recipe(algorithm="fedasync", options=None, server=None, simulation=None, client=None, task=None):
+def recipe(
+    algorithm="fedasync", options=None, server=None, simulation=None, client=None, task=None
+):
     """A recipe of 4 fast clients and 12 updates; each argument changes some of its keys."""
     plain_server = ServerConfig(
         max_updates=12,

@@ -113,6 +113,7 @@ def test_flower_gives_the_simulators_weights_for_the_same_arrivals(ray, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_superlink_and_three_supernodes(tmp_path):
     """Real processes on loopback; each message starts one that imports everything anew."""
     chosen = recipe(

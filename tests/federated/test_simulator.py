@@ -116,7 +116,9 @@ def test_time_is_work_over_speed():
         [each, 2 * each, 3 * each]
     )
     two = Federation(
-        recipe("fedadt", {"steps": 3}, simulation=quiet, task={"clients": 2}, server={"max_updates": 2})
+        recipe(
+            "fedadt", {"steps": 3}, simulation=quiet, task={"clients": 2}, server={"max_updates": 2}
+        )
     )
     two.run()
     first, second = two.journal.of("update")
