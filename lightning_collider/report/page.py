@@ -107,7 +107,7 @@ def _chart(
         "title": title,
         "percent": percent,
         "level": None,
-        "series": [s for s in series if s["points"]],
+        "series": [s for s in series if len(s["points"]) > 1],  # one point is no curve
     }
 
 
