@@ -76,7 +76,12 @@ def bench(
     Returns:
         Medians in seconds, ratios with quartiles, FLOP floors, peak memory ratio, and where it
         ran; the keys are those of ``collider bench --json``.
+
+    Raises:
+        ValueError: device "cuda" where there is none.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("this torch finds no CUDA device: use --device cpu")
     torch.manual_seed(0)
     config = copy.deepcopy(SHAPES[shape])
     config.num_hidden_layers = layers or config.num_hidden_layers
@@ -276,7 +281,7 @@ def table(result: dict[str, Any]) -> str:
     rows = [title, f"{'':18s}{'forward s':>11s}{'backward s':>12s}"]
     for name in ("hf", "dense", "filtered"):
         forward, backward = result[f"{name}_forward_s"], result[f"{name}_backward_s"]
-        rows.append(f"{name:18s}{forward:11.3f}{backward:12.3f}")
+        rows.append(f"{name:18s}{forward:11.4f}{backward:12.4f}")
     rows.append(f"{'':18s}{'median':>11s}{'quartiles':>18s}{'floor':>9s}")
     floors = {"backward_vs_dense": "floor_backward", "step_vs_dense": "floor_step"}
     names = ("backward_vs_hf", "step_vs_hf", "backward_vs_dense", "step_vs_dense", "dense_vs_hf")

@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
         args.run(args)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         if not _raised_by_us(error):
             raise
         print(f"collider: {error}", file=sys.stderr)
@@ -64,7 +64,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from lightning_collider.training.config import TrainingRecipe, load_recipe, to_yaml
+    from lightning_collider.training.config import Recipe, TrainingRecipe, load_recipe, to_yaml
 
     recipe = load_recipe(args.recipe, args.overrides)
     if args.print:
@@ -76,9 +76,34 @@ def _train(args: argparse.Namespace) -> None:
         if run_training(recipe) is None:
             sys.exit(STOPPED)
         return
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{args.recipe!r} is a federated run: `collider federate {args.recipe}`")
     from lightning_collider.training.run import run_recipe
 
     run_recipe(recipe)
+
+
+def _federate_arguments(parser: argparse.ArgumentParser) -> None:
+    _train_arguments(parser)
+    parser.add_argument(
+        "--app", type=Path, metavar="DIR", help="write the Flower app for real sites, and stop"
+    )
+
+
+def _federate(args: argparse.Namespace) -> None:
+    from lightning_collider.training.config import load_federated, to_yaml
+
+    recipe = load_federated(args.recipe, args.overrides)
+    if args.print:
+        print(to_yaml(recipe), end="")
+    elif args.app is not None:
+        from lightning_collider.federated.app import write_app
+
+        print(write_app(recipe, args.app))
+    else:
+        from lightning_collider.federated.run import run_federated
+
+        run_federated(recipe)
 
 
 def _explain(args: argparse.Namespace) -> None:
@@ -190,6 +215,7 @@ COMMANDS: dict[
     "export": ("write a checkpoint as a Hugging Face folder", _export_arguments, _export),
     "eval": ("score checkpoints on lm-eval tasks, side by side", _eval_arguments, _eval),
     "report": ("one HTML page of a run, or of several", _report_arguments, _report),
+    "federate": ("run a federated recipe on simulated clients", _federate_arguments, _federate),
     "build": ("compile the C++ extension ahead of time", _no_arguments, _build),
     "bench": ("time our backward against Hugging Face's", _bench_arguments, _bench),
 }

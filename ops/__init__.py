@@ -6,6 +6,11 @@ vocabulary, H query heads, G key/value heads, d head width, r rotated width. Flo
 float64, float32 or bfloat16; under autocast inputs are cast as ``torch.nn.functional.linear``
 would cast them.
 
+On the CPU they run vectorised loops and ATen's CPU kernels; on CUDA ATen's fused kernels, flash
+attention among them, and the Triton kernels of ``triton_kernels.py`` where Triton is installed; on
+any other device plain ATen calls. The code for CUDA is tested on the CPU, with stand-ins for the
+kernels of ATen that exist on CUDA only, and has not been run on a GPU yet.
+
 The extension is compiled on first use (see ``extension.py``).
 """
 

@@ -17,11 +17,11 @@ struct Heads {
   Tensor x_NHd, raw_NHd, rstd_N1;
 };
 
-Heads normalise(const Tensor& raw_NHd, const Tensor& norm_d, double eps) {
+Heads normalise(const Tensor& raw_NHd, const Tensor& norm_d, double eps, const KeptRows& rows) {
   if (norm_d.numel() == 0) {
     return {raw_NHd, or_empty(std::nullopt, raw_NHd), or_empty(std::nullopt, raw_NHd)};
   }
-  const auto out = rms_forward(as_rows(raw_NHd), norm_d.to(raw_NHd.scalar_type()), eps);
+  const auto out = rms_forward(as_rows(raw_NHd), norm_d.to(raw_NHd.scalar_type()), eps, rows);
   return {out.y_ND.view(raw_NHd.sizes()), raw_NHd, out.rstd_N1.view({raw_NHd.size(0), raw_NHd.size(1), 1})};
 }
 
@@ -38,9 +38,10 @@ struct Attention : Function<Attention> {
     const auto project = [&](const Tensor& w, const Tensor& b) {
       return affine(x_ND, operand(w, compute), operand(b, compute)).view({n_rows, -1, head_dim});
     };
-    const auto q = normalise(project(wq, bq), nq, norm_eps), k = normalise(project(wk, bk), nk, norm_eps);
-    const auto q_NHd = rotate_(q.x_NHd, cos, sin, /*inverse=*/false);
-    const auto k_NGd = rotate_(k.x_NHd, cos, sin, /*inverse=*/false);
+    const auto q = normalise(project(wq, bq), nq, norm_eps, *rows),
+               k = normalise(project(wk, bk), nk, norm_eps, *rows);
+    const auto q_NHd = rotate_(q.x_NHd, cos, sin, /*inverse=*/false, *rows);
+    const auto k_NGd = rotate_(k.x_NHd, cos, sin, /*inverse=*/false, *rows);
     const auto v_NGd = project(wv, bv);
     const auto core = causal_attention(q_NHd, k_NGd, v_NGd, scale, *rows);
     const auto y_ND =
@@ -90,7 +91,7 @@ struct Attention : Function<Attention> {
     };
     // Back through the rotation, and through the norm where there is one.
     const auto to_projection = [&](Tensor grad_KHd, int norm, int raw, int rstd) {
-      grad_KHd = rotate_(grad_KHd, cos, sin, /*inverse=*/true);
+      grad_KHd = rotate_(grad_KHd, cos, sin, /*inverse=*/true, *rows);
       if (saved[norm].numel() == 0) {
         return flat(grad_KHd);
       }

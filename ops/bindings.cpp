@@ -7,9 +7,14 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace collider;
+  py::enum_<Path>(m, "Path")
+      .value("loops", Path::kLoops)
+      .value("aten", Path::kAten)
+      .value("fused", Path::kFused);
   py::class_<KeptRows, KeptRowsPtr>(m, "KeptRows")
       .def(py::init([](std::vector<int64_t> starts) { return c10::make_intrusive<KeptRows>(std::move(starts)); }))
       .def("set", &KeptRows::set)
+      .def_readwrite("forced_path", &KeptRows::forced_path)
       .def("narrow", [](const KeptRowsPtr& rows) { narrow(rows); })
       .def_property_readonly("flow",
                              [](const KeptRows& rows) {

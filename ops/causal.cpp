@@ -7,6 +7,7 @@
 //   1. kept x kept: the stock flash backward on gathered rows. Gathering keeps the order, so the causal mask
 //      of the compact rows is right; out and lse come from the full forward, so P and Delta are the full rows'.
 //   2. kept x dropped: dQ only, in blocks of kept queries, each against the dropped keys that can be visible.
+// This file does so on the CPU, and hands other devices on to causal_flash.cpp and causal_aten.cpp.
 // Grouped heads are never expanded: a group's R query heads are R heads (flash) or R times the rows (part 2)
 // beside one key head of stride 0.
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
@@ -32,11 +33,6 @@ Tensor shared_by_group(const Tensor& x_NGd, int64_t begin, int64_t n, int64_t re
   return x_G1nd.expand({-1, repeats, -1, -1});
 }
 
-void check_device(const Tensor& q) {
-  TORCH_CHECK(q.is_cpu(), "lightning-collider's attention runs on the CPU in this version, got ", q.device(),
-              ": use engine='oracle' there");
-}
-
 // What part 2 needs to know of one segment: rows of dropped keys that each kept query sees come first.
 struct Visible {
   at::ArrayRef<int64_t> rows, dropped; // row numbers of kept queries and of dropped keys, ascending
@@ -50,7 +46,8 @@ struct Visible {
 Tensor score_grad(Tensor s, const Tensor& dp, const Tensor& lse_GRn, const Tensor& delta_GRn, int64_t first,
                   int64_t b, const Visible& visible, double scale) {
   const int64_t repeats = lse_GRn.size(1), n = lse_GRn.size(2), keys = s.size(2);
-  TORCH_INTERNAL_ASSERT(loops_apply({s, dp}) && loops_apply({lse_GRn, delta_GRn}));
+  TORCH_INTERNAL_ASSERT(s.is_contiguous() && dp.is_contiguous() && lse_GRn.is_contiguous() &&
+                        delta_GRn.is_contiguous());
   std::vector<int64_t> seen_b(b);
   for (int64_t i = 0; i < b; ++i) {
     seen_b[i] = visible.keys_of(first + i);
@@ -103,7 +100,10 @@ void add_dropped_keys(Tensor& grad_q_GRnd, const Tensor& q_GRnd, const Tensor& g
 
 CausalOutput causal_attention(const Tensor& q_NHd, const Tensor& k_NGd, const Tensor& v_NGd, double scale,
                               const KeptRows& rows) {
-  check_device(q_NHd);
+  if (rows.path(q_NHd) != Path::kLoops) {
+    return flash_applies(q_NHd, rows) ? causal_flash(q_NHd, k_NGd, v_NGd, scale, rows)
+                                      : causal_aten(q_NHd, k_NGd, v_NGd, scale, rows);
+  }
   const int64_t groups = k_NGd.size(1), repeats = q_NHd.size(1) / groups;
   auto out_NHd = at::empty_like(q_NHd);
   auto lse_NH = at::empty({q_NHd.size(0), q_NHd.size(1)},
@@ -123,6 +123,10 @@ CausalOutput causal_attention(const Tensor& q_NHd, const Tensor& k_NGd, const Te
 CausalGrads causal_attention_backward(const Tensor& grad_out_KHd, const Tensor& q_NHd, const Tensor& k_NGd,
                                       const Tensor& v_NGd, const CausalOutput& forward, double scale,
                                       const KeptRows& rows) {
+  if (rows.path(q_NHd) != Path::kLoops) {
+    const auto backward = flash_applies(q_NHd, rows) ? causal_flash_backward : causal_aten_backward;
+    return backward(grad_out_KHd, q_NHd, k_NGd, v_NGd, forward, scale, rows);
+  }
   const int64_t groups = k_NGd.size(1), repeats = q_NHd.size(1) / groups;
   const auto q_KHd = rows.gather(q_NHd), k_KGd = rows.gather(k_NGd), v_KGd = rows.gather(v_NGd);
   const auto out_KHd = rows.gather(forward.out_NHd), lse_KH = rows.gather(forward.lse_NH);

@@ -7,7 +7,7 @@ namespace collider {
 
 // Rotates the first r of the d numbers of every head, in place, and returns x. cos and sin: (N or period, r),
 // row n of x uses row n % period. inverse: the transposed rotation, which is what the backward needs.
-Tensor rotate_(Tensor x_NHd, const Tensor& cos, const Tensor& sin, bool inverse);
+Tensor rotate_(Tensor x_NHd, const Tensor& cos, const Tensor& sin, bool inverse, const KeptRows& rows);
 
 struct CausalOutput {
   Tensor out_NHd;
@@ -25,5 +25,20 @@ struct CausalGrads {
 CausalGrads causal_attention_backward(const Tensor& grad_out_KHd, const Tensor& q_NHd, const Tensor& k_NGd,
                                       const Tensor& v_NGd, const CausalOutput& forward, double scale,
                                       const KeptRows& rows);
+
+// The same for other devices. In ATen calls that every device has:
+CausalOutput causal_aten(const Tensor& q_NHd, const Tensor& k_NGd, const Tensor& v_NGd, double scale,
+                         const KeptRows& rows);
+CausalGrads causal_aten_backward(const Tensor& grad_out_KHd, const Tensor& q_NHd, const Tensor& k_NGd,
+                                 const Tensor& v_NGd, const CausalOutput& forward, double scale,
+                                 const KeptRows& rows);
+
+// With CUDA's flash attention, where it takes such queries:
+bool flash_applies(const Tensor& q_NHd, const KeptRows& rows);
+CausalOutput causal_flash(const Tensor& q_NHd, const Tensor& k_NGd, const Tensor& v_NGd, double scale,
+                          const KeptRows& rows);
+CausalGrads causal_flash_backward(const Tensor& grad_out_KHd, const Tensor& q_NHd, const Tensor& k_NGd,
+                                  const Tensor& v_NGd, const CausalOutput& forward, double scale,
+                                  const KeptRows& rows);
 
 } // namespace collider

@@ -15,7 +15,9 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -49,6 +51,25 @@ struct NarrowedShape {
   c10::SymInt batch, length;
 };
 
+// What an operator computes with. The device decides; a test may decide instead, so that a CPU runs all three.
+enum class Path {
+  kLoops, // loops over rows (vec_rows.h) and ATen's CPU kernels
+  kAten,  // ATen calls that every device has
+  kFused, // CUDA's fused kernels in ATen, and ours in Triton where it is installed
+};
+
+// The keys that each query of an attention sees: [first, last) of a list of keys. Neither falls from one query to
+// the next.
+struct Sight {
+  std::vector<int64_t> first, last;
+  Tensor first_Q, last_Q; // the same on the device, int64
+  Tensor starts_S1;       // first query of each segment, then their number, on the device, int32
+  int64_t longest = 0;    // queries of the longest segment
+};
+
+// Queries and keys of a sight: all rows and all rows, kept rows and kept rows, kept rows and dropped rows.
+enum class Keys { kAll, kKept, kDropped };
+
 // The rows of one forward that stay in its backward. Rows are numbered over the flattened (B, T) batch.
 // A segment is a run of rows inside which attention is causal: a sequence, or a part of a padded one.
 struct KeptRows : torch::CustomClassHolder {
@@ -65,8 +86,19 @@ struct KeptRows : torch::CustomClassHolder {
 
   // (N, ...) -> (K, ...)
   Tensor gather(const Tensor& x_N) const { return filtered_ ? x_N.index_select(0, rows_K) : x_N; }
+  // Numbers of the kept rows, for a kernel that gathers by itself; none where it need not
+  std::optional<Tensor> kept_or_all() const { return filtered_ ? std::make_optional(rows_K) : std::nullopt; }
   // (K, D) -> a tensor of the given sizes, zero in dropped rows
   Tensor scatter(const Tensor& x_KD, at::IntArrayRef sizes) const;
+
+  Path path(const Tensor& x) const {
+    const auto own = x.is_cpu() ? Path::kLoops : x.is_cuda() ? Path::kFused : Path::kAten;
+    return forced_path.value_or(own);
+  }
+  // Made on first use, for operators that do not run on the CPU's loops.
+  const Sight& sight(Keys keys, const at::Device& device) const;
+
+  std::optional<Path> forced_path;     // for tests
 
   std::vector<FlowEdge> flow;          // hidden states of the last backward, compact or not
   std::vector<NarrowedShape> narrowed; // those whose recorded shape is (K, D) now
@@ -79,6 +111,7 @@ struct KeptRows : torch::CustomClassHolder {
 
  private:
   bool filtered_ = false;
+  mutable std::array<std::optional<Sight>, 3> sights_;
 };
 
 using KeptRowsPtr = c10::intrusive_ptr<KeptRows>;

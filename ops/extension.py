@@ -156,5 +156,21 @@ def load() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.__dict__["triton_library"] = _register_triton()
     sys.modules[NAME] = module
     return module
+
+
+def _register_triton() -> torch.library.Library | None:
+    """Give CUDA the Triton kernels, where there is a GPU and Triton (torch for CUDA brings it).
+
+    ``LIGHTNING_COLLIDER_TRITON=0`` leaves them out. They are registered while the result lives.
+    """
+    wanted = os.environ.get("LIGHTNING_COLLIDER_TRITON", "1") != "0"
+    if not (wanted and torch.cuda.is_available() and importlib.util.find_spec("triton")):
+        return None
+    from lightning_collider.ops import triton_kernels
+
+    library = torch.library.Library("lightning_collider", "IMPL")
+    triton_kernels.register(library, "CUDA")
+    return library

@@ -1,4 +1,6 @@
 // KeptRows: turns a keep mask into row numbers, once a forward.
+#include <algorithm>
+
 #include "common.h"
 
 namespace collider {
@@ -28,7 +30,31 @@ void KeptRows::set(const Tensor& keep_N, const at::Device& device) {
   }
   rows_K = at::tensor(rows_host, at::kLong).to(device);
   dropped_M = at::tensor(dropped_host, at::kLong).to(device);
+  sights_ = {};
   filtered_ = !dropped_host.empty(); // all rows kept: the plain dense backward, without a gather
+}
+
+const Sight& KeptRows::sight(Keys keys, const at::Device& device) const {
+  auto& cached = sights_[static_cast<size_t>(keys)];
+  if (cached.has_value()) {
+    return *cached;
+  }
+  const auto& query_starts = keys == Keys::kAll ? starts : kept_starts;
+  const auto& key_starts = keys == Keys::kDropped ? dropped_starts : query_starts;
+  Sight sight;
+  for (int64_t s = 0; s < n_segments(); ++s) {
+    for (int64_t query = query_starts[s]; query < query_starts[s + 1]; ++query) {
+      sight.first.push_back(key_starts[s]);
+      // Before a kept row stand `query` kept rows, and so row - query dropped ones.
+      sight.last.push_back(keys == Keys::kDropped ? rows_host[query] - query : query + 1);
+    }
+    sight.longest = std::max(sight.longest, query_starts[s + 1] - query_starts[s]);
+  }
+  sight.first_Q = at::tensor(sight.first, at::kLong).to(device);
+  sight.last_Q = at::tensor(sight.last, at::kLong).to(device);
+  sight.starts_S1 = at::tensor(query_starts, at::kLong).to(at::kInt).to(device);
+  cached = std::move(sight);
+  return *cached;
 }
 
 Tensor KeptRows::scatter(const Tensor& x_KD, at::IntArrayRef sizes) const {

@@ -22,8 +22,9 @@ int64_t block_size(int64_t total, int64_t other) {
 }
 
 // Logsumexp of each row of logits, and the logit of its target (of token 0 where there is none).
-void reduce_logits(const Tensor& logits_nV, const Tensor& targets_n, Tensor lse_n, Tensor target_logit_n) {
-  if (!loops_apply({logits_nV})) {
+void reduce_logits(const Tensor& logits_nV, const Tensor& targets_n, Tensor lse_n, Tensor target_logit_n,
+                   const KeptRows& rows) {
+  if (!loops_apply(rows, {logits_nV})) {
     const auto wide = logits_nV.to(lse_n.scalar_type());
     lse_n.copy_(wide.logsumexp(-1));
     target_logit_n.copy_(wide.gather(1, targets_n.clamp_min(0).unsqueeze(1)).squeeze(1));
@@ -57,7 +58,7 @@ Tensor softmax_grad(const Tensor& logits_nV, const Tensor& targets_K, const Tens
   const int64_t n_kept = targets_K.size(0), stride = logits_nV.size(1);
   const bool compact = logits_nV.size(0) == n_kept;
   const int64_t offset = stride == n_columns ? 0 : first; // a block of its own, or columns of all logits
-  if (!loops_apply({logits_nV})) {
+  if (!loops_apply(rows, {logits_nV})) {
     auto z = logits_nV.narrow(1, offset, n_columns);
     auto dz = (compact ? z : rows.gather(z)).to(lse_K.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
     dz.sub_(lse_K.unsqueeze(1)).exp_();
@@ -109,7 +110,8 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
       const int64_t n = std::min(block, n_rows - i);
       auto logits = keep ? logits_NV.narrow(0, i, n) : at::empty({n, vocabulary}, h_ND.options());
       affine_out(logits, h_ND.narrow(0, i, n), w, b);
-      reduce_logits(logits, targets_N.narrow(0, i, n), lse_N.narrow(0, i, n), target_logit_N.narrow(0, i, n));
+      reduce_logits(logits, targets_N.narrow(0, i, n), lse_N.narrow(0, i, n), target_logit_N.narrow(0, i, n),
+                    *rows);
     }
     ctx->save_for_backward({h_ND, w_VD, b_V, targets_N, lse_N, logits_NV});
     ctx->saved_data["sizes"] = h_BTD.sizes();

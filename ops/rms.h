@@ -11,7 +11,7 @@ struct RmsOutput {
 };
 
 // y = w * x / rms(x), with x / rms(x) rounded to x's dtype first, as Hugging Face's norms do.
-RmsOutput rms_forward(const Tensor& x_ND, const Tensor& w_D, double eps);
+RmsOutput rms_forward(const Tensor& x_ND, const Tensor& w_D, double eps, const KeptRows& rows);
 
 struct RmsGrads {
   Tensor x_KD, w_D; // undefined where not needed

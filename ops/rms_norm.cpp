@@ -1,6 +1,7 @@
 // RMSNorm: y = w * x^, x^ = x / rms(x), rms(x) = sqrt(mean(x^2) + eps) over D, computed in float32 or wider.
 // Backward on kept rows, with g = dy * w:  dx = (g - x^ mean(g x^)) / rms(x),  dw = sum over rows of dy x^.
 #include "graph.h"
+#include "kernels.h"
 #include "rms.h"
 #include "vec_rows.h"
 
@@ -85,11 +86,20 @@ RmsGrads backward_aten(const Tensor& grad_KD, const Tensor& x_KD, const Tensor& 
   return grads;
 }
 
+// CUDA's kernel rounds once, after the weight, where the definition in rms.h rounds before it too.
+bool fused_applies(const KeptRows& rows, const Tensor& x_ND, const Tensor& w_D) {
+  return rows.path(x_ND) == Path::kFused && x_ND.scalar_type() == w_D.scalar_type();
+}
+
 } // namespace
 
-RmsOutput rms_forward(const Tensor& x_ND, const Tensor& w_D, double eps) {
+RmsOutput rms_forward(const Tensor& x_ND, const Tensor& w_D, double eps, const KeptRows& rows) {
   const auto wide = accumulate_dtype(x_ND.scalar_type());
-  if (!loops_apply({x_ND, w_D})) {
+  if (fused_applies(rows, x_ND, w_D)) {
+    const auto [y_ND, rstd_N1] = at::_fused_rms_norm(x_ND, w_D.sizes(), w_D, eps);
+    return {y_ND, rstd_N1};
+  }
+  if (!loops_apply(rows, {x_ND, w_D})) {
     const auto wide_ND = x_ND.to(wide);
     const auto rstd_N1 = wide_ND.square().mean(-1, /*keepdim=*/true).add_(eps).rsqrt_();
     return {(wide_ND * rstd_N1).to(x_ND.scalar_type()).mul(w_D), rstd_N1};
@@ -102,10 +112,24 @@ RmsOutput rms_forward(const Tensor& x_ND, const Tensor& w_D, double eps) {
 RmsGrads rms_backward(const Tensor& grad_KD, const Tensor& x_ND, const Tensor& w_D, const Tensor& rstd_N1,
                       const KeptRows& rows, bool needs_x, bool needs_w) {
   const int64_t heads = x_ND.size(0) / rows.n_rows();
-  if (!loops_apply({x_ND, w_D, grad_KD})) {
+  if (rows.path(x_ND) == Path::kFused && heads == 1) {
+    using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                const OptionalTensor&);
+    if (const auto kernel = find_kernel<Backward>("lightning_collider::rms_backward", x_ND)) {
+      const auto [grad_x_KD, grad_w_D] = kernel->call(grad_KD, x_ND, w_D, rstd_N1, rows.kept_or_all());
+      return {needs_x ? grad_x_KD : Tensor(), needs_w ? grad_w_D : Tensor()};
+    }
+  }
+  if (!loops_apply(rows, {x_ND, w_D, grad_KD})) {
     const auto kept = [&](const Tensor& t) {
-      return rows.gather(t.view({rows.n_rows(), heads, -1})).view({grad_KD.size(0), -1});
+      const auto width = t.size(1);
+      return rows.gather(t.view({rows.n_rows(), heads, width})).view({grad_KD.size(0), width});
     };
+    if (fused_applies(rows, x_ND, w_D) && grad_KD.size(0) > 0) {
+      const auto [grad_x_KD, grad_w_D] = at::_fused_rms_norm_backward(
+          grad_KD, kept(x_ND), w_D.sizes(), kept(rstd_N1), w_D, std::array<bool, 2>{needs_x, needs_w});
+      return {grad_x_KD, grad_w_D};
+    }
     return backward_aten(grad_KD, kept(x_ND), w_D, kept(rstd_N1), needs_x, needs_w);
   }
   RmsGrads grads{needs_x ? at::empty_like(grad_KD) : Tensor(), needs_w ? at::empty_like(w_D) : Tensor()};
@@ -122,7 +146,7 @@ struct RmsNorm : Function<RmsNorm> {
                         const KeptRowsPtr& rows) {
     OperatorGuard guard(x_BTD);
     ctx->set_materialize_grads(false);
-    const auto out = rms_forward(as_rows(x_BTD), w_D, eps);
+    const auto out = rms_forward(as_rows(x_BTD), w_D, eps, *rows);
     ctx->save_for_backward({x_BTD, w_D, out.rstd_N1});
     save_rows(ctx, rows);
     return out.y_ND.view(x_BTD.sizes());

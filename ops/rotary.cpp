@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "causal.h"
+#include "kernels.h"
 
 namespace collider {
 namespace {
@@ -33,30 +34,34 @@ void rotate_cpu(scalar_t* x, const wide_t* cos, const wide_t* sin, int64_t n_row
 }
 
 void rotate_aten(Tensor& x_NHd, const Tensor& cos, const Tensor& sin, bool inverse) {
-  const int64_t r = cos.size(-1), half = r / 2, repeats = x_NHd.size(0) / cos.size(0);
-  const auto c = cos.repeat({repeats, 1}).unsqueeze(1), s = sin.repeat({repeats, 1}).unsqueeze(1);
-  auto a = x_NHd.narrow(-1, 0, half), b = x_NHd.narrow(-1, half, half);
-  const auto c_a = c.narrow(-1, 0, half), c_b = c.narrow(-1, half, half);
-  auto s_a = s.narrow(-1, 0, half), s_b = s.narrow(-1, half, half);
-  if (inverse) {
-    std::swap(s_a, s_b);
-    s_a = s_a.neg();
-    s_b = s_b.neg();
-  }
-  const auto rotated_a = a * c_a - b * s_a, rotated_b = b * c_b + a * s_b;
+  const int64_t r = cos.size(-1), half = r / 2, period = cos.size(0);
+  const auto x = x_NHd.view({-1, period, x_NHd.size(1), x_NHd.size(2)});
+  auto a = x.narrow(-1, 0, half), b = x.narrow(-1, half, half);
+  const auto halves = [&](const Tensor& t) { return t.unsqueeze(1).split(half, -1); };
+  const auto c = halves(cos), s = halves(inverse ? -sin : sin);
+  // The transpose of the rotation uses the other half's sine, with its sign turned.
+  const auto rotated_a = a * c[0] - b * s[inverse ? 1 : 0], rotated_b = b * c[1] + a * s[inverse ? 0 : 1];
   a.copy_(rotated_a);
   b.copy_(rotated_b);
 }
 
 } // namespace
 
-Tensor rotate_(Tensor x_NHd, const Tensor& cos, const Tensor& sin, bool inverse) {
+Tensor rotate_(Tensor x_NHd, const Tensor& cos, const Tensor& sin, bool inverse, const KeptRows& rows) {
   const int64_t r = cos.size(-1), period = cos.size(0);
   TORCH_CHECK(r % 2 == 0 && r <= x_NHd.size(2), "the rotated width must be even and within the head");
   if (x_NHd.numel() == 0) {
     return x_NHd;
   }
-  if (!x_NHd.is_cpu()) {
+  if (rows.path(x_NHd) == Path::kFused) {
+    using Rotate = void(const Tensor&, const Tensor&, const Tensor&, bool);
+    if (const auto kernel = find_kernel<Rotate>("lightning_collider::rotate", x_NHd)) {
+      TORCH_INTERNAL_ASSERT(x_NHd.is_contiguous() && cos.is_contiguous() && sin.is_contiguous());
+      kernel->call(x_NHd, cos, sin, inverse);
+      return x_NHd;
+    }
+  }
+  if (rows.path(x_NHd) != Path::kLoops) {
     rotate_aten(x_NHd, cos, sin, inverse);
     return x_NHd;
   }

@@ -2,6 +2,7 @@
 // Gate and up are kept from the forward; everything else of the backward is computed from their kept rows:
 //   dup = dact silu(gate),   dgate = dact up sigma (1 + gate (1 - sigma)),   sigma = 1 / (1 + exp(-gate)).
 #include "graph.h"
+#include "kernels.h"
 #include "vec_rows.h"
 
 namespace collider {
@@ -14,8 +15,8 @@ V sigma(const V& gate) {
 }
 
 // silu(gate) * up
-Tensor activation(const Tensor& gate_NF, const Tensor& up_NF) {
-  if (!loops_apply({gate_NF, up_NF})) {
+Tensor activation(const Tensor& gate_NF, const Tensor& up_NF, const KeptRows& rows) {
+  if (!loops_apply(rows, {gate_NF, up_NF})) {
     return at::silu(gate_NF).mul_(up_NF);
   }
   auto act_NF = at::empty_like(gate_NF);
@@ -40,7 +41,15 @@ struct ActivationGrads {
 // From the gradient of the activation at kept rows; gate and up at all rows.
 ActivationGrads activation_backward(const Tensor& grad_KF, const Tensor& gate_NF, const Tensor& up_NF,
                                     const KeptRows& rows) {
-  if (!loops_apply({grad_KF, gate_NF, up_NF})) {
+  if (rows.path(grad_KF) == Path::kFused) {
+    using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                                        const OptionalTensor&);
+    if (const auto kernel = find_kernel<Backward>("lightning_collider::swiglu_backward", grad_KF)) {
+      const auto [act_KF, grad_gate_KF, grad_up_KF] = kernel->call(grad_KF, gate_NF, up_NF, rows.kept_or_all());
+      return {act_KF, grad_gate_KF, grad_up_KF};
+    }
+  }
+  if (!loops_apply(rows, {grad_KF, gate_NF, up_NF})) {
     const auto gate_KF = rows.gather(gate_NF), up_KF = rows.gather(up_NF), silu_KF = at::silu(gate_KF);
     return {silu_KF * up_KF, at::silu_backward(grad_KF * up_KF, gate_KF), grad_KF * silu_KF};
   }
@@ -81,7 +90,7 @@ struct SwigluMlp : Function<SwigluMlp> {
     const auto x_ND = as_rows(x_BTD).to(compute);
     const auto gate_NF = affine(x_ND, operand(w_gate_FD, compute), operand(b_gate_F, compute));
     const auto up_NF = affine(x_ND, operand(w_up_FD, compute), operand(b_up_F, compute));
-    const auto act_NF = activation(gate_NF, up_NF);
+    const auto act_NF = activation(gate_NF, up_NF, *rows);
     const auto y_ND = affine(act_NF, operand(w_down_DF, compute), operand(b_down_D, compute));
     ctx->save_for_backward(
         {x_ND, w_gate_FD, b_gate_F, w_up_FD, b_up_F, w_down_DF, b_down_D, gate_NF, up_NF});

@@ -44,7 +44,10 @@ struct RowIndex {
 };
 
 // Whether the loops here apply: rows of one dtype, packed, in the CPU's memory.
-inline bool loops_apply(std::initializer_list<Tensor> tensors) {
+inline bool loops_apply(const KeptRows& rows, std::initializer_list<Tensor> tensors) {
+  if (rows.path(*tensors.begin()) != Path::kLoops) {
+    return false;
+  }
   const auto dtype = tensors.begin()->scalar_type();
   if (dtype == at::kHalf) {
     return false; // an operator with a GEMM refuses it by name

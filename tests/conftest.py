@@ -1,10 +1,15 @@
 """Options and what all tests share: small models, and a reference that is float64 throughout."""
 
 import copy
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which transformers may do
+
 from torch import nn
 from torch.nn import functional as F
 from transformers import (

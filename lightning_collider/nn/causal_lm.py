@@ -122,6 +122,22 @@ class FilteredCausalLM(Swapped):
             keep=state.keep,
         )
 
+    def dense_states(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Hidden states (B, T, D) of embeddings (B, T, D), by the operators and never filtered."""
+        given = {
+            "input_ids": None,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
+        return self._hidden_states(given, self._new_state(given), kwargs)[0]
+
     def _new_state(self, given: dict[str, Tensor | None]) -> FilterState:
         batch, length = _one_of(given["input_ids"], given["inputs_embeds"]).shape[:2]
         if batch * length == 0:

@@ -136,6 +136,7 @@ class TokenSuperposition(L.Callback):
                 None if passes in (None, -1) else passes,
             )
         progress = trainer.fit_loop.epoch_loop.batch_progress
+        epochs = trainer.fit_loop.epoch_progress
         own_position = trainer.datamodule is not None and is_overridden(
             "load_state_dict", trainer.datamodule, L.LightningDataModule
         )
@@ -145,6 +146,7 @@ class TokenSuperposition(L.Callback):
             self.superposed,
             accumulate=lambda: trainer.accumulate_grad_batches,
             done=lambda: (trainer.global_step, progress.current.processed),
+            epoch=lambda: epochs.current.processed,
             skip_seen=self.skip_seen and not own_position,
         )
 
@@ -167,6 +169,9 @@ class TokenSuperposition(L.Callback):
             # trainer.estimated_stepping_batches: Lightning leaves its state unread then.
             loop._load_combined_loader_states()
             iter(loop._data_fetcher)
+        at_end = loop.epoch_loop.batch_progress.is_last_batch
+        if at_end and isinstance(loop._combined_loader.flattened[0], FoldedLoader):
+            begin_next_pass(loop)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -254,6 +259,29 @@ class TokenSuperposition(L.Callback):
                 f"now {self.steps}: the checkpoint's count stands"
             )
             self.steps = steps
+
+
+def begin_next_pass(loop: Any) -> None:
+    """Let a run that was saved behind the last batch of a pass over the data go on with the next.
+
+    Lightning does so where a loader has a length. Without one its count of batches goes on, so that
+    windows of gradient accumulation begin at other batches than in the uninterrupted run.
+
+    Args:
+        loop: the Trainer's fit loop, which has read the checkpoint and not yet begun.
+    """
+    steps, passes = loop.epoch_loop, loop.epoch_progress
+    if steps.batch_progress.total.completed < steps.batch_progress.total.processed:
+        steps.batch_progress.increment_completed()
+        steps._batches_that_stepped += 1
+    if passes.total.processed < passes.total.started:
+        passes.increment_processed()
+    if passes.total.completed < passes.total.processed:
+        passes.increment_completed()
+    steps.restarting = False
+    loop._restarting = loop._resuming_from_checkpoint = False
+    loop.reset_restart_stage()
+    steps.reset_restart_stage()
 
 
 class Meter:

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch import Tensor
 
 
@@ -85,6 +86,7 @@ class FoldedLoader:
         superposed: whether an optimizer step, by its number, is in the superposed phase.
         accumulate: how many micro-batches make an optimizer step now.
         done: (optimizer steps done, micro-batches of this epoch done) now.
+        epoch: number of the pass over the data now, for the loader's sampler.
         skip_seen: throw away what was used before a resume; False: the loader itself begins behind
             it.
     """
@@ -96,6 +98,7 @@ class FoldedLoader:
         superposed: Callable[[int], bool],
         accumulate: Callable[[], int],
         done: Callable[[], tuple[int, int]],
+        epoch: Callable[[], int],
         skip_seen: bool = True,
     ) -> None:
         self.loader = loader
@@ -103,6 +106,7 @@ class FoldedLoader:
         self.superposed = superposed
         self.accumulate = accumulate
         self.done = done
+        self.epoch = epoch
         self.skip_seen = skip_seen
         self.resume = (0, 0)  # micro-batches and loader's batches of this epoch to begin behind
         self._used: deque[tuple[int, int]] = deque([(0, 0)])
@@ -123,6 +127,8 @@ class FoldedLoader:
         self.resume = (0, 0)
         self._used, self._exhausted = deque([(number, used)], maxlen=4), False
         first_step = self.done()[0] - number // self.accumulate()
+        # On resume Lightning fetches the first batch before it tells the sampler its epoch.
+        _set_sampler_epoch(self.loader, self.epoch())
         batches = iter(self.loader)
         if self.skip_seen:
             for _ in islice(batches, used):

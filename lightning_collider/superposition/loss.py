@@ -159,9 +159,9 @@ class _LinearMultiHot(torch.autograd.Function):
         needs = ctx.needs_input_grad
         loss = hidden.new_zeros((), dtype=wide)
         of_hidden = torch.empty_like(hidden) if needs[0] else None
-        of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
-        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
-        for start in range(0, hidden.shape[0], chunk_rows):
+        of_weight = of_bias = None
+        # Once even without rows: gradients that are 0 are defined.
+        for start in range(0, max(1, hidden.shape[0]), chunk_rows):
             rows = slice(start, start + chunk_rows)
             narrow = F.linear(hidden[rows], weight, bias)  # cast here under autocast
             loss_of_rows, grad = _logits_loss(narrow.to(wide), targets[rows], pairs[rows])
@@ -169,10 +169,10 @@ class _LinearMultiHot(torch.autograd.Function):
             grad = grad.to(narrow.dtype)
             if of_hidden is not None:
                 of_hidden[rows] = grad @ weight
-            if of_weight is not None:
-                of_weight += grad.t() @ hidden[rows]
-            if of_bias is not None:
-                of_bias += grad.sum(0, dtype=wide)
+            if needs[1]:
+                of_weight = _plus(of_weight, (grad.t() @ hidden[rows]).to(wide))
+            if needs[2]:
+                of_bias = _plus(of_bias, grad.sum(0, dtype=wide))
         ctx.save_for_backward(
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
@@ -187,12 +187,20 @@ class _LinearMultiHot(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
+def _plus(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total.add_(part)
+
+
 def _logits_loss(logits: Tensor, targets: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted sum of the pairs' losses (0-d), and its gradient, which overwrites the logits."""
     targets = targets.clamp(min=0)
-    normaliser = logits.logsumexp(1, keepdim=True)
-    loss = ((normaliser - logits.gather(1, targets)) * pairs).sum()
-    grad = logits.sub_(normaliser).exp_().mul_(pairs.sum(1, keepdim=True))
+    largest = logits.amax(1, keepdim=True)
+    chosen = logits.gather(1, targets) - largest
+    # In place and with one exponential: at small widths these passes are a good part of the step.
+    exponentials = logits.sub_(largest).exp_()
+    total = exponentials.sum(1, keepdim=True)
+    loss = ((total.log() - chosen) * pairs).sum()
+    grad = exponentials.mul_(pairs.sum(1, keepdim=True) / total)
     return loss, grad.scatter_add_(1, targets, -pairs)
 
 

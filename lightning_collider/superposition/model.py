@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightning_collider.filtering.state import FilterState, mark
-from lightning_collider.nn.causal_lm import HEAD_ARGUMENTS, refuse_in_training
+from lightning_collider.nn.causal_lm import (
+    HEAD_ARGUMENTS,
+    FilteredCausalLM,
+    refuse_in_training,
+)
 from lightning_collider.nn.swapped import Swapped, why_not_plain
 from lightning_collider.superposition.bags import (
     Bags,
@@ -164,7 +168,10 @@ def _loss(model: Any, inputs: dict[str, Any], targets: Tensor, weights: Tensor |
         kind = model.original_class if isinstance(model, Swapped) else type(model)
         logits = kind.forward(model, **inputs, use_cache=False).logits
         return multi_hot_cross_entropy(logits.flatten(0, 1), targets, weights)
-    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
+    if isinstance(model, FilteredCausalLM):
+        hidden = model.dense_states(**inputs)
+    else:
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
     return linear_multi_hot_cross_entropy(
         hidden.flatten(0, 1), head.weight, head.bias, targets, weights
     )

@@ -1,17 +1,20 @@
-"""Recipes: a comparison of arms on text of its own (here), or one training run (settings.py).
+"""Recipes: a comparison of arms on text of its own (here), one training run (settings.py), or a
+federated one (federated/settings.py).
 
 `load_recipe` tells them apart by the key `kind`. A comparison names every key it uses; only an arm
 has defaults, which mean "not filtered".
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from lightning_collider.federated import settings as federated
+from lightning_collider.federated.settings import FederatedRecipe
 from lightning_collider.training import settings
 from lightning_collider.training.schema import read_recipe, to_object
 from lightning_collider.training.settings import (
@@ -50,7 +53,7 @@ class TrainConfig:
     batch_size: int = MISSING  # sequences in one micro-batch
     accumulate: int = MISSING  # micro-batches in one optimizer step
     learning_rate: float = MISSING  # AdamW's rate at the end of the warm-up
-    final_learning_rate: float = MISSING  # AdamW's rate after the last step, where the cosine ends
+    final_learning_rate: float = MISSING  # AdamW's rate after the last step, where it falls to
     warmup_steps: int = MISSING  # optimizer steps of linear warm-up
     weight_decay: float = MISSING  # AdamW's decay, on matrices only
     clip_norm: float = MISSING  # largest norm of the whole gradient
@@ -61,6 +64,7 @@ class TrainConfig:
     on_nan: str = MISSING  # one of ON_NAN: what to do with a gradient that is not finite
     on_spike: str = "warn"  # one of ON_SPIKE: what to do with a gradient that is a spike
     spike_factor: float | None = None  # times the usual norm from which it is one; null: never
+    decay_fraction: float | None = None  # last part, with a linear fall; null: a cosine all the way
 
 
 @dataclass
@@ -100,7 +104,15 @@ class Recipe:
     eval: EvalConfig = MISSING
 
 
-def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> Recipe | TrainingRecipe:
+AnyRecipe = Recipe | TrainingRecipe | FederatedRecipe
+KINDS: dict[str, type] = {
+    "comparison": Recipe,
+    "training": TrainingRecipe,
+    "federated": FederatedRecipe,
+}
+
+
+def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> AnyRecipe:
     """Read a recipe by its name in recipes/ or by its path, apply `key=value` overrides, check it.
 
     Raises FileNotFoundError for an unknown recipe and ValueError for a key that is unknown,
@@ -112,8 +124,7 @@ def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> Recipe
         raise ValueError(f"recipe key 'kind' must be one of {', '.join(KINDS)}, not {kind!r}")
     _drop_null_sources(given)
     recipe = to_object(KINDS[kind], given, name_or_path)
-    checks = _checks(recipe) if isinstance(recipe, Recipe) else settings.checks(recipe)
-    for message, holds in checks:
+    for message, holds in CHECKS[kind](recipe):
         if not holds:
             raise ValueError(f"recipe {recipe.name!r}: {message}")
     return recipe
@@ -131,7 +142,7 @@ def load_comparison(name_or_path: str, overrides: list[str] | None = None) -> Re
     """`load_recipe` for a recipe that compares arms, such as the quickstart."""
     recipe = load_recipe(name_or_path, overrides)
     if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe {name_or_path!r} is one training run, and has no arms to compare")
+        raise ValueError(f"recipe {name_or_path!r} has kind {recipe.kind}, and no arms to compare")
     return recipe
 
 
@@ -139,24 +150,37 @@ def load_training(name_or_path: str, overrides: list[str] | None = None) -> Trai
     """`load_recipe` for a recipe that is one training run, such as tinyllama-1.1b."""
     recipe = load_recipe(name_or_path, overrides)
     if not isinstance(recipe, TrainingRecipe):
+        what = (
+            "is a federated run"
+            if recipe.kind == "federated"
+            else "compares runs on text of its own"
+        )
         raise ValueError(
-            f"recipe {name_or_path!r} compares runs on text of its own; this command is for a "
+            f"recipe {name_or_path!r} {what}; this command is for a "
             "recipe with `kind: training`, such as smollm2-135m"
         )
     return recipe
 
 
-def to_dict(recipe: Recipe | TrainingRecipe) -> dict[str, Any]:
+def load_federated(name_or_path: str, overrides: list[str] | None = None) -> FederatedRecipe:
+    """`load_recipe` for a recipe that is a federated run, such as fedadt-digits."""
+    recipe = load_recipe(name_or_path, overrides)
+    if not isinstance(recipe, FederatedRecipe):
+        raise ValueError(
+            f"recipe {name_or_path!r} has kind {recipe.kind}; `collider federate` is for a recipe "
+            "with `kind: federated`, such as fedadt-digits"
+        )
+    return recipe
+
+
+def to_dict(recipe: AnyRecipe) -> dict[str, Any]:
     """The recipe as nested plain dicts and lists, as it is written to YAML and JSON."""
     return dataclasses.asdict(recipe)
 
 
-def to_yaml(recipe: Recipe | TrainingRecipe) -> str:
+def to_yaml(recipe: AnyRecipe) -> str:
     """The resolved recipe as YAML text that `load_recipe` reads back to an equal recipe."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(recipe)))
-
-
-KINDS: dict[str, type] = {"comparison": Recipe, "training": TrainingRecipe}
 
 
 def _checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
@@ -229,3 +253,11 @@ def _arm_checks(arms: dict[str, ArmConfig]) -> Iterator[tuple[str, bool]]:
             f"{at}.stored_losses=true has no effect without selector: excess_loss",
             not arm.stored_losses or arm.selector == "excess_loss",
         )
+
+
+# kind -> the pairs of a message and whether a recipe is free of the mistake it names
+CHECKS: dict[str, Callable[[Any], Iterator[tuple[str, bool]]]] = {
+    "comparison": _checks,
+    "training": settings.checks,
+    "federated": federated.checks,
+}

@@ -8,7 +8,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
-from lightning_collider.training.config import Recipe, TrainingRecipe, to_dict, to_yaml
+from lightning_collider.training.config import AnyRecipe, to_dict, to_yaml
 from lightning_collider.training.files import write_text
 
 LOCK = ".lock"
@@ -28,7 +28,7 @@ FREE_KEYS = (
 
 
 @contextmanager
-def claimed(recipe: Recipe | TrainingRecipe) -> Iterator[Path]:
+def claimed(recipe: AnyRecipe) -> Iterator[Path]:
     """Hold the recipe's run folder for this process, making it if it is not there.
 
     Raises FileExistsError when the folder holds the run of another recipe (the keys that differ are
@@ -59,7 +59,7 @@ def claimed(recipe: Recipe | TrainingRecipe) -> Iterator[Path]:
         lock.release()
 
 
-def _refuse_other_recipe(recipe: Recipe | TrainingRecipe, file: Path) -> None:
+def _refuse_other_recipe(recipe: AnyRecipe, file: Path) -> None:
     """Raise FileExistsError with the differences if `file` is another recipe than this one."""
     wanted, found = _flat(to_dict(recipe)), _flat(OmegaConf.to_container(OmegaConf.load(file)))
     for keys in (wanted, found):

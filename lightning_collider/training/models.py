@@ -21,6 +21,7 @@ from lightning_collider.training.export import (
 from lightning_collider.training.hub import fetching
 from lightning_collider.training.schema import nearest
 from lightning_collider.training.settings import ModelSource, TrainingRecipe
+from lightning_collider.training.tokens import BUILTIN, builtin_tokenizer
 from lightning_collider.training.wheels import PREFIX, model_from_wheel
 
 INSTEAD = "the folder of a Hugging Face model, of a run, or of a checkpoint"
@@ -113,6 +114,8 @@ def checkpoint_of(name: str) -> Path | None:
 def load_tokenizer(source: ModelSource) -> Any:
     """The recipe's tokenizer. Raises ValueError when it has no end-of-text token."""
     name = source.tokenizer
+    if name.startswith(BUILTIN):
+        return builtin_tokenizer(name)
     if name == "weights":
         if source.weights is None:
             raise ValueError(

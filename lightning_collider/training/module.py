@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric, SumMetric
 from transformers import PreTrainedModel
 
 from lightning_collider.nn.causal_lm import token_losses
+from lightning_collider.superposition.schedule import rate_factor
 from lightning_collider.training.config import TrainConfig
 from lightning_collider.training.guard import NOT_FINITE, GradientGuard
 from lightning_collider.training.utilisation import Utilisation
@@ -35,6 +36,19 @@ def cosine_with_warmup(step: int, config: TrainConfig) -> float:
     final = config.final_learning_rate / config.learning_rate
     progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def rate_of_step(step: int, config: TrainConfig) -> float:
+    """Learning rate of optimizer step `step` as a part of `config.learning_rate`.
+
+    With a `decay_fraction` the full rate stands between the warm-up and a linear fall to
+    `final_learning_rate`; else the fall is a cosine that begins behind the warm-up.
+    """
+    if config.decay_fraction is None or step < config.warmup_steps:
+        return cosine_with_warmup(step, config)
+    decay_steps = round(config.decay_fraction * config.steps)
+    final = config.final_learning_rate / config.learning_rate
+    return final + (1 - final) * rate_factor(step, config.steps, 0, decay_steps)
 
 
 def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -219,7 +233,7 @@ class LanguageModel(L.LightningModule):
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: cosine_with_warmup(step, self.config)
+            optimizer, lambda step: rate_of_step(step, self.config)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -15,6 +15,7 @@ Every rank runs this; files are written by rank 0.
 import contextlib
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ import lightning as L
 import numpy as np
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import lightning_collider as lc
+from lightning_collider.data.bag_windows import BagWindows
 from lightning_collider.data.packed import Schedule, Windows, schedule
 from lightning_collider.data.prepare import prepare
 from lightning_collider.data.shards import TokenShards
@@ -33,6 +35,7 @@ from lightning_collider.filtering.scores import ScoreStore
 from lightning_collider.ops import build
 from lightning_collider.report.record import StepMemory, TextSample
 from lightning_collider.report.write import write_report
+from lightning_collider.superposition import TokenSuperposition
 from lightning_collider.training.callbacks import (
     MetricsFile,
     ProgressBar,
@@ -66,19 +69,29 @@ class WindowData(L.LightningDataModule):
     def __init__(self, recipe: TrainingRecipe, the_plan: Plan, windows: Windows, held: Any):
         super().__init__()
         self.config, self.plan, self.windows, self.held = recipe.trainer, the_plan, windows, held
-        weights = [source.weight for source in recipe.data.sources.values()]
+        self.weights = [source.weight for source in recipe.data.sources.values()]
+        self.seed = recipe.seed
         rows = the_plan.steps * the_plan.rows_a_step
-        self.rows = schedule(windows.counts, weights, recipe.seed, rows)
+        self.rows = schedule(windows.counts, self.weights, self.seed, rows)
+        self.train: Dataset = windows
         self.steps_done = 0
 
-    def _loader(self, windows: Windows, rows: Any, done: int = 0) -> DataLoader:
+    def superpose(self, bag_size: int, superposed: Callable[[int], bool]) -> None:
+        """Let optimizer steps with `superposed(step)` have sequences `bag_size` times longer."""
+        self.train = windows = BagWindows(self.windows, bag_size)
+        a_step = self.plan.rows_a_step
+        long = a_step * sum(map(superposed, range(self.plan.steps)))
+        ordinary = a_step * self.plan.steps - long
+        self.rows = windows.schedule(self.weights, self.seed, long, ordinary)
+
+    def _loader(self, windows: Dataset, rows: Any, done: int = 0) -> DataLoader:
         assert self.trainer is not None
         size = self.config.micro_batch_size
         rank, world = self.trainer.global_rank, self.trainer.world_size
         return DataLoader(windows, batch_sampler=Schedule(rows, size, rank, world, done))
 
     def train_dataloader(self) -> DataLoader:
-        return self._loader(self.windows, self.rows, self.steps_done * self.plan.accumulate)
+        return self._loader(self.train, self.rows, self.steps_done * self.plan.accumulate)
 
     def val_dataloader(self) -> Any:
         if self.held is None:
@@ -141,7 +154,8 @@ def _train(recipe: TrainingRecipe, folder: Path, first: bool) -> dict[str, Any] 
             metrics.drop_behind(resumed)
         every = None if held is None else recipe.trainer.validate_every
         data = WindowData(recipe, the_plan, windows, held)
-        callbacks = [stop, saver, *_records(recipe, windows, data, folder, tokenizer)]
+        callbacks = [stop, saver, *_superposition(recipe)]
+        callbacks += _records(recipe, windows, data, folder, tokenizer)
         trainer = _trainer(recipe, config, windows, metrics, every, callbacks)
         if trainer.is_global_zero:
             tokenizer.save_pretrained(folder / "tokenizer")
@@ -221,6 +235,13 @@ def _trainer(
         check_val_every_n_epoch=None,
         val_check_interval=None if every is None else every * config.accumulate,
     )
+
+
+def _superposition(recipe: TrainingRecipe) -> list[L.Callback]:
+    config = recipe.superposition
+    if config is None:
+        return []
+    return [TokenSuperposition(config.bag_size, config.ratio, config.weights)]
 
 
 def _loggers(folder: Path) -> list[Any]:

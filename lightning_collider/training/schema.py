@@ -85,6 +85,7 @@ def _inside_free_form(key: str, known: list[str]) -> bool:
 def _known_keys(kind: Any, given: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of all keys that `kind` allows; the keys of a dict come from `given`."""
     given = given if isinstance(given, dict) else {}
+    kind = _without_none(kind)
     if dataclasses.is_dataclass(kind):
         children = get_type_hints(kind)
     elif getattr(kind, "__origin__", None) is dict:
@@ -97,6 +98,13 @@ def _known_keys(kind: Any, given: Any, prefix: str = "") -> Iterator[str]:
     for name, child in children.items():
         yield prefix + name
         yield from _known_keys(child, given.get(name), f"{prefix}{name}.")
+
+
+def _without_none(kind: Any) -> Any:
+    """The dataclass of a section that may be null."""
+    if type(None) not in get_args(kind):
+        return kind
+    return next((k for k in get_args(kind) if dataclasses.is_dataclass(k)), kind)
 
 
 def _given_keys(given: Any, prefix: str = "") -> Iterator[str]:

@@ -19,12 +19,14 @@ SHARDINGS = ("auto", "full", "hybrid", "none")
 ON_NAN = ("stop", "skip")
 ON_SPIKE = ("warn", "stop", "skip")
 SCORE_TYPES = ("float16", "float32")
+BAG_WEIGHTS = ("uniform", "inverse")
 
 
 @dataclass
 class ModelSource:
     weights: str | None = MISSING  # HF folder, hub name, run, checkpoint or wheel:...; null: random
-    tokenizer: str = MISSING  # local folder or hub name; "weights": the one beside the weights
+    # Local folder or hub name; "weights": the one beside the weights; builtin:SIZE: learned here
+    tokenizer: str = MISSING
     config: dict[str, Any] = MISSING  # model_type and shape, by the names of transformers
     layers: int | None = None  # train a truncation with the first so many blocks; null: all
 
@@ -53,7 +55,9 @@ class DataConfig:
 
 @dataclass
 class TrainerConfig:
-    max_tokens: int | None = None  # stop after so many tokens; the first of the three limits counts
+    # The first of the three limits counts. A step on bags reads bag_size times more text than
+    # batch_tokens, which only epochs takes into account.
+    max_tokens: int | None = None  # stop after so many tokens
     epochs: float | None = None  # stop after so many passes over the data
     max_steps: int | None = None  # stop after so many optimizer steps
     batch_tokens: int = MISSING  # tokens of one optimizer step, over all ranks
@@ -77,8 +81,9 @@ class TrainerConfig:
 @dataclass
 class OptimizerConfig:
     learning_rate: float = MISSING  # AdamW's rate at the end of the warm-up
-    final_learning_rate: float = MISSING  # AdamW's rate after the last step, where the cosine ends
+    final_learning_rate: float = MISSING  # AdamW's rate after the last step, where it falls to
     warmup_fraction: float = MISSING  # part of the optimizer steps with a linear warm-up
+    decay_fraction: float | None = None  # last part, with a linear fall; null: a cosine all the way
     weight_decay: float = MISSING  # AdamW's decay, on matrices only
     clip_norm: float = MISSING  # largest norm of the whole gradient
 
@@ -95,6 +100,13 @@ class FilterConfig:
 
 
 @dataclass
+class SuperpositionConfig:
+    bag_size: int = MISSING  # contiguous tokens that share a position, s
+    ratio: float = MISSING  # first part of the optimizer steps, which is trained on bags, in [0, 1)
+    weights: str = "uniform"  # one of BAG_WEIGHTS: of a bag's tokens as targets; inverse: 1/i
+
+
+@dataclass
 class TrainingRecipe:
     kind: str = "training"  # tells this recipe from a comparison of arms
     name: str = MISSING  # what the run is called
@@ -105,6 +117,7 @@ class TrainingRecipe:
     trainer: TrainerConfig = MISSING
     optimizer: OptimizerConfig = MISSING
     filter: FilterConfig = field(default_factory=lambda: FilterConfig(selector="none"))
+    superposition: SuperpositionConfig | None = None  # first train on bags of tokens; null: do not
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,8 @@ def plan(recipe: TrainingRecipe, rows_of_data: int) -> Plan:
         )
     limits = [config.max_steps]
     limits.append(None if config.max_tokens is None else config.max_tokens // config.batch_tokens)
-    limits.append(None if config.epochs is None else int(config.epochs * rows_of_data / rows))
+    read = rows * _data_factor(recipe.superposition)
+    limits.append(None if config.epochs is None else int(config.epochs * rows_of_data / read))
     steps = min(limit for limit in limits if limit is not None)
     if steps < 1:
         raise ValueError(
@@ -141,6 +155,11 @@ def plan(recipe: TrainingRecipe, rows_of_data: int) -> Plan:
             f"step of {rows}: lower trainer.batch_tokens or data.sequence_length, or add text"
         )
     return Plan(steps, rows // (ranks * config.micro_batch_size), rows)
+
+
+def _data_factor(config: SuperpositionConfig | None) -> float:
+    """Text that a run reads, over what it would read without bags."""
+    return 1.0 if config is None else 1.0 + config.ratio * (config.bag_size - 1)
 
 
 def checks(recipe: TrainingRecipe) -> Iterator[tuple[str, bool]]:
@@ -165,8 +184,13 @@ def checks(recipe: TrainingRecipe) -> Iterator[tuple[str, bool]]:
     yield from _choice_checks(recipe)
     yield from _data_checks(recipe.data)
     yield from _filter_checks(recipe.filter)
-    warmup = recipe.optimizer.warmup_fraction
+    yield from _superposition_checks(recipe.superposition)
+    warmup, decay = recipe.optimizer.warmup_fraction, recipe.optimizer.decay_fraction
     yield f"optimizer.warmup_fraction must be in [0, 1], not {warmup}", 0 <= warmup <= 1
+    yield (
+        f"optimizer.decay_fraction must be in [0, 1 - warmup_fraction], not {decay}",
+        decay is None or 0 <= decay <= 1 - warmup,
+    )
     for key in ("final_learning_rate", "weight_decay"):
         yield f"optimizer.{key} must not be negative", getattr(recipe.optimizer, key) >= 0
     yield "model.config must name a model_type", "model_type" in recipe.model.config
@@ -212,4 +236,15 @@ def _filter_checks(config: FilterConfig) -> Iterator[tuple[str, bool]]:
     yield (
         "filter.stored_losses=true has no effect without filter.selector=excess_loss",
         not config.stored_losses or config.selector == "excess_loss",
+    )
+
+
+def _superposition_checks(config: SuperpositionConfig | None) -> Iterator[tuple[str, bool]]:
+    if config is None:
+        return
+    yield f"superposition.bag_size must be 1 or more, not {config.bag_size}", config.bag_size >= 1
+    yield f"superposition.ratio must be in [0, 1), not {config.ratio}", 0 <= config.ratio < 1
+    yield (
+        f"superposition.weights must be one of {', '.join(BAG_WEIGHTS)}, not {config.weights!r}",
+        config.weights in BAG_WEIGHTS,
     )

@@ -83,12 +83,14 @@ def _generate_items(family: str, seed: int) -> Iterator[dict[str, Any]]:
         yield from (data[number] for number in range(BLOCK))
 
 
-def general_documents(seed: int, held_out: bool = False) -> list[str]:
-    """Hand-written modules of the standard library in parts of LARGEST_DOCUMENT, shuffled.
+def library_documents() -> list[str]:
+    """Hand-written modules of the standard library in parts of LARGEST_DOCUMENT, by their paths."""
+    return _library_parts()[False]
 
-    `held_out` gives HELD_OUT of them, which are not among the others.
-    """
-    parts = _shuffled(_library_parts()[False], seed)
+
+def general_documents(seed: int, held_out: bool = False) -> list[str]:
+    """The same, shuffled. `held_out` gives HELD_OUT of them, which are not among the others."""
+    parts = _shuffled(library_documents(), seed)
     apart = parts[-HELD_OUT:]
     return apart if held_out else _without(parts, apart)
 

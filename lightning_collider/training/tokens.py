@@ -1,12 +1,22 @@
 """From text to token ids: a byte-level BPE tokenizer learned from the corpus, and packing."""
 
+import os
+import platform
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from lightning_collider.ops.extension import cache_dir
+from lightning_collider.training.sources import general_documents
+
+BUILTIN = "builtin:"
+TOKENIZER_DOCUMENTS = 1500  # of builtin:general, some 3 MB of text
+LONGEST = 2**20  # tokens; the model says how long a sequence may be
 END_OF_TEXT = "<|endoftext|>"  # ends each document, and starts a text that is scored on its own
 
 
@@ -37,6 +47,26 @@ def train_tokenizer(
         model_max_length=sequence_length,
         clean_up_tokenization_spaces=False,
     )
+
+
+def builtin_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer `builtin:SIZE`: learned from Python's standard library, kept in the cache.
+
+    Raises ValueError for a size that is no number of tokens.
+    """
+    size = name.removeprefix(BUILTIN)
+    if not size.isdecimal() or int(size) <= 256:
+        raise ValueError(f"model.tokenizer={name}: say how many tokens, as in {BUILTIN}4096")
+    folder = cache_dir() / f"tokenizer-{size}-python-{platform.python_version()}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        if not folder.is_dir():
+            texts = general_documents(0)[:TOKENIZER_DOCUMENTS]
+            with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+                tokenizer = train_tokenizer(texts, int(size), LONGEST)
+                tokenizer.save_pretrained(Path(work) / "tokenizer")
+                os.replace(Path(work) / "tokenizer", folder)
+    return load_tokenizer(folder)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[list[int]]:

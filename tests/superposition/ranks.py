@@ -1,7 +1,7 @@
 """What each of two gloo ranks runs: ``torchrun ranks.py FOLDER``; rank 0 leaves full weights there.
 
 Each rank sees every second row; the first half of the run is on bags, and a checkpoint of each
-phase is resumed.
+phase is resumed. First under FSDP2, then under Lightning's own DDP.
 """
 
 import sys
@@ -24,12 +24,12 @@ class RanksRows(L.LightningDataModule):
         return DataLoader(Subset(Rows(N), range(rank(), N, 2)))
 
 
-def fit(callbacks, ckpt_path=None):
+def fit(strategy, callbacks, ckpt_path=None):
     module = UsersModule(optimizer=torch.optim.SGD)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="collider",
+        strategy=strategy,
         max_steps=STEPS,
         use_distributed_sampler=False,
         callbacks=[callback(ratio=0.5), *callbacks],
@@ -43,12 +43,14 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     saved = (1, 3)
-    whole = fit([SaveAt(folder / f"{step}.ckpt", step) for step in saved])
-    want = full_weights(whole.model)
-    for step in saved:
-        resumed = fit([], folder / f"{step}.ckpt")
-        assert resumed.losses == whole.losses[step:]
-        after = full_weights(resumed.model)
-        assert all(after[name].equal(p) for name, p in want.items())
-    if rank() == 0:
-        torch.save(want, folder / "weights.pt")
+    for strategy in ("collider", "ddp"):
+        paths = {step: folder / f"{strategy}-{step}.ckpt" for step in saved}
+        whole = fit(strategy, [SaveAt(path, step) for step, path in paths.items()])
+        want = full_weights(whole.model)
+        for step, path in paths.items():
+            resumed = fit(strategy, [], path)
+            assert resumed.losses == whole.losses[step:]
+            after = full_weights(resumed.model)
+            assert all(after[name].equal(p) for name, p in want.items())
+        if rank() == 0:
+            torch.save(want, folder / f"{strategy}.pt")

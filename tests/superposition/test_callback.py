@@ -7,13 +7,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_collider as lc
 from lightning_collider.superposition.bags import make_bags
 from lightning_collider.superposition.loss import bag_entropy
 from lightning_collider.superposition.model import BagSettings, superposed_loss
-from tests.conftest import relative_error, small_model
+from tests.conftest import relative_error
 from tests.strategies.lightning_module import UsersModule, fit
 from tests.superposition.lightning_module import (
     BAG,
@@ -114,10 +114,7 @@ def test_under_the_collider_strategy_the_mean_is_over_all_pairs_of_the_window():
 
 
 def test_bags_of_one_are_ordinary_training():
-    # Phi's norms are float64 in Hugging Face's forward, too, which phase 1 takes.
     plain, ones = UsersModule(), UsersModule()
-    for module in (plain, ones):
-        module.model = small_model("phi").double()
     fit(plain, "collider", rows(), max_steps=5)
     fit(ones, "collider", rows(), max_steps=5, callbacks=[callback(bag_size=1, ratio=0.8)])
     assert relative_error(weights(ones), weights(plain)) < 1e-12
@@ -140,19 +137,67 @@ def test_resume_equals_the_uninterrupted_run(tmp_path, strategy, saved):
     assert same_weights(resumed, whole)
 
 
-def test_resume_with_accumulation_and_epochs(tmp_path):
-    # 16 rows a pass: the first holds 5 long rows and one left over, in windows of 2 micro-batches.
-    settings = {"accumulate_grad_batches": 2, "batches": rows(16)}
-    # Not at step 3, where the first pass ends: Lightning keeps its window's count there when a
-    # loader has no length.
-    for saved in (1, 2, 4, 5):
-        whole = run(callbacks=[SaveAt(tmp_path / f"{saved}.ckpt", saved)], **settings)
-        resumed = run(ckpt_path=tmp_path / f"{saved}.ckpt", **settings)
+class SaveAtPassEnd(L.Callback):
+    """A checkpoint behind the first pass over the data, in a hook after its last batch."""
+
+    def __init__(self, path, hook):
+        self.path = path
+        setattr(self, hook, self.save)
+
+    def save(self, trainer, module):
+        if not trainer.sanity_checking and trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+class WithValidation(Recorder):
+    def val_dataloader(self):
+        return rows(1)
+
+    def validation_step(self, batch, batch_idx):
+        self.model(input_ids=batch["input_ids"], labels=batch["labels"])
+
+
+def shuffled(n):
+    return DataLoader(Rows(n), sampler=DistributedSampler(Rows(n), 1, 0, shuffle=True))
+
+
+# 16 rows a pass: the first holds 5 long rows and one left over. In windows of 2 micro-batches the
+# last one is short, and step 3 is behind it; in windows of 1 that is step 5.
+@pytest.mark.parametrize(("window", "saves"), [(2, (1, 2, 3, 4, 5)), (1, (4, 5, 6))])
+@pytest.mark.parametrize("loader", [rows, shuffled])
+def test_resume_with_accumulation_and_passes(tmp_path, window, saves, loader):
+    settings = {"accumulate_grad_batches": window, "batches": loader(16)}
+    settings["tst"] = callback(ratio=0.6)
+    callbacks = [SaveAt(tmp_path / f"{step}.ckpt", step) for step in saves]
+    whole = run(callbacks=callbacks, **settings)
+    for step in saves:
+        later = tmp_path / f"{step}-later.ckpt"
+        resumed = run(ckpt_path=tmp_path / f"{step}.ckpt", callbacks=[SaveAt(later, 7)], **settings)
+        assert resumed.first_tokens == whole.first_tokens[-len(resumed.losses) :]
         assert resumed.losses == whole.losses[-len(resumed.losses) :]
         assert same_weights(resumed, whole)
-    # The short window at the end of the first pass is a step too: phase 1 has 4 steps in all.
-    long = [(1, BAG * LENGTH)] * 5 + [(1, BAG * LENGTH)] * 2
-    assert whole.shapes[:8] == [*long, (1, LENGTH)]
+        again = run(ckpt_path=later, **settings)
+        assert again.losses == whole.losses[-len(again.losses) :]
+    # The short window at the end of the first pass is a step too: phase 1 has 6 steps in all.
+    assert whole.shapes[:5] == [(1, BAG * LENGTH)] * 5
+    assert sum(shape == (1, BAG * LENGTH) for shape in whole.shapes) == {1: 6, 2: 10}[window]
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end"])
+def test_resume_from_the_end_of_a_pass(tmp_path, hook):
+    path = tmp_path / "x.ckpt"
+
+    def trained(**settings):
+        module = WithValidation()
+        settings = {"max_steps": STEPS, "accumulate_grad_batches": 2, **settings}
+        return module, fit(module, "auto", rows(16), **settings)
+
+    whole, trainer = trained(callbacks=[callback(), SaveAtPassEnd(path, hook)])
+    resumed, other = trained(callbacks=[callback()], ckpt_path=path)
+    assert resumed.losses == whole.losses[5:]
+    assert same_weights(resumed, whole)
+    assert other.current_epoch == trainer.current_epoch
+    assert other.fit_loop.epoch_progress.total == trainer.fit_loop.epoch_progress.total
 
 
 def test_a_loader_that_begins_behind_what_was_used(tmp_path):
@@ -219,6 +264,23 @@ def test_the_selector_begins_with_phase_2():
     run(strategy, module=module, callbacks=[Kept()])
     assert kept[:SWITCH] == [None] * SWITCH
     assert all(0 < state.keep.float().mean() < 0.7 for state in kept[SWITCH:])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_lora_trains_its_adapters_in_both_phases(strategy):
+    peft = pytest.importorskip("peft", reason="peft is in the dev extra")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    module = Recorder()
+    module.model = peft.get_peft_model(module.model, config)
+    start = copy.deepcopy(module.model)
+    run(strategy, module=module)
+    assert module.shapes == [(1, BAG * LENGTH)] * SWITCH + [(1, LENGTH)] * (STEPS - SWITCH)
+    ids, labels = batch_rows(0, BAG)
+    settings = BagSettings(BAG, row_length=LENGTH)
+    first = superposed_loss(start.get_base_model(), ids, labels, settings).loss
+    assert module.losses[0] == pytest.approx(first.item(), rel=1e-6)
+    for name, after in module.model.named_parameters():
+        assert start.get_parameter(name).equal(after) != ("lora" in name), name
 
 
 def logged(folder):

@@ -178,3 +178,14 @@ def test_inverse_weights_are_one_over_i_with_mean_one():
 def test_mistakes(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_without_rows_the_gradients_are_zero():
+    hidden, weight, bias = (
+        torch.zeros(shape, requires_grad=True) for shape in ((0, 3), (5, 3), (5,))
+    )
+    loss = linear_multi_hot_cross_entropy(hidden, weight, bias, torch.zeros(0, 2, dtype=torch.long))
+    loss.backward()
+    assert loss.item() == 0
+    assert weight.grad.shape == (5, 3) and weight.grad.abs().max() == 0
+    assert bias.grad.shape == (5,) and bias.grad.abs().max() == 0

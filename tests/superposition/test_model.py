@@ -8,9 +8,14 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_collider as lc
-from lightning_collider.superposition.bags import document_starts
+from lightning_collider.superposition.bags import document_starts, make_bags
 from lightning_collider.superposition.loss import bag_weights
-from lightning_collider.superposition.model import BagForward, BagSettings, superposed_loss
+from lightning_collider.superposition.model import (
+    BagForward,
+    BagSettings,
+    superpose_embeddings,
+    superposed_loss,
+)
 from tests.conftest import batch_of, float64_reference, grads_of, relative_error, small_model
 
 NO = -100
@@ -149,15 +154,29 @@ def test_padding_on_the_right_changes_nothing():
     assert int(got.tokens) == 16
 
 
-def test_a_converted_model_takes_the_same_dense_step():
-    model = small_model("llama").double()
-    ids, labels = batch_of(2, 24)
-    want = superposed_loss(model, ids, labels, BagSettings(PLACES))
-    want_grads = grads_from(model, want.loss)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_converted_model_takes_the_same_dense_step_by_the_operators(family, packed):
+    model = small_model(family).double()
     converted = lc.convert(copy.deepcopy(model))
-    got = superposed_loss(converted, ids, labels, BagSettings(PLACES))
-    assert got.loss.item() == want.loss.item()
-    assert relative_error(grads_from(converted, got.loss), want_grads) == 0
+    model = float64_reference(model)
+    ids, labels = batch_of(2, 24)
+    inputs = {"position_ids": torch.arange(24).remainder(10)[None]} if packed else {}
+    want = superposed_loss(model, ids, labels, BagSettings(PLACES), **inputs)
+    got = superposed_loss(converted, ids, labels, BagSettings(PLACES), **inputs)
+    # Only the operators compute norms in float64; Hugging Face's own are float32 inside.
+    assert abs(got.loss.item() - want.loss.item()) < 1e-12
+    got_grads, want_grads = (grads_from(m, x.loss) for m, x in ((converted, got), (model, want)))
+    assert relative_error(got_grads, want_grads) < 1e-12
+
+
+def test_embeddings_of_a_bag_are_summed_in_float32():
+    embedding = torch.nn.Embedding(3, 1, dtype=torch.bfloat16)
+    embedding.weight.data = torch.tensor([[256.0], [1.0], [2.0]], dtype=torch.bfloat16)
+    ids = torch.tensor([[0, 1, 1, 2]])
+    found = superpose_embeddings(embedding, make_bags(ids, ids, 4))
+    assert found.dtype == torch.bfloat16
+    assert found.item() == 65.0  # in bfloat16 256 + 1 is 256, and the mean 64.5
 
 
 def test_a_head_that_is_not_plain_is_called():

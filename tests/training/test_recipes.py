@@ -8,8 +8,11 @@ from transformers import AutoModelForCausalLM
 
 import lightning_collider as lc
 import lightning_collider.recipes
+from lightning_collider.superposition import BagSettings, superposed_loss
 from lightning_collider.training.config import load_recipe, load_training
 from lightning_collider.training.models import build_model, shape_of
+from lightning_collider.training.module import rate_of_step
+from lightning_collider.training.pretrain import train_config
 from lightning_collider.training.schema import read_recipe
 from lightning_collider.training.settings import plan
 
@@ -26,21 +29,30 @@ PARAMETERS = {
     "phi1.5-1.4b": 1_418_270_720,
     "smollm2-135m": 134_515_008,
 }
+# Token superposition: the paper's 270M and 600M, which only fit with as many key-value heads as
+# heads. Per block 4 d^2 + 3 d f + 2 d; the last norm, embedding and head.
+SUPERPOSED = {
+    "tst-270m": 30 * (4 * 576**2 + 3 * 576 * 1536 + 2 * 576) + 576 + 2 * 128256 * 576,
+    "tst-600m": 32 * (4 * 960**2 + 3 * 960 * 2560 + 2 * 960) + 960 + 2 * 128256 * 960,
+    "tst-tiny": 4 * (2.5 * 256**2 + 3 * 256 * 512 + 2 * 256) + 256 + 2 * 4096 * 256,
+}
 
 
 def test_the_promised_recipes_are_there():
     twins = [f"{n}{t}" for n in PARAMETERS for t in ("", "-regular")]
     references = [f"{n}-reference" for n in PARAMETERS if n != "smollm2-135m"]
-    assert sorted(TRAINING) == sorted([*twins, *references])
+    bags = [f"{n}{t}" for n in SUPERPOSED for t in ("", "-baseline")]
+    assert sorted(TRAINING) == sorted([*twins, *references, *bags])
     assert PARAMETERS["tinyllama-1.1b"] == 1_100_048_384
 
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_model_has_the_published_number_of_parameters(name):
-    base = next(n for n in PARAMETERS if name.startswith(n))
+    counts = PARAMETERS | SUPERPOSED
+    base = next(n for n in counts if name.startswith(n))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_of(load_training(name).model))
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[base]
+    assert sum(p.numel() for p in model.parameters()) == counts[base]
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -73,6 +85,43 @@ def test_twins_differ_in_the_filter_only(name):
         assert recipe.filter.reference == f"{reference.out}/model"
         assert (reference.trainer.epochs, reference.optimizer.learning_rate) == (3, 5e-5)
         assert reference.model == recipe.model
+
+
+def test_superposed_runs_have_the_values_of_the_paper():
+    for name, rate in (("tst-270m", 2e-3), ("tst-600m", 1e-3)):
+        recipe, twin = load_training(name), load_training(f"{name}-baseline")
+        assert recipe.optimizer.learning_rate == rate
+        assert (recipe.superposition.bag_size, recipe.superposition.ratio) == (6, 0.3)
+        assert twin.superposition is None
+        for section in ("model", "data", "trainer", "optimizer", "seed"):
+            assert getattr(recipe, section) == getattr(twin, section)
+        found = plan(recipe, rows_of_data=10**9)
+        assert found == plan(twin, rows_of_data=10**9)
+        config = train_config(recipe, found)
+        assert (found.steps, config.warmup_steps) == (20000, 2000)
+        assert [rate_of_step(n, config) for n in (0, 1999, 2000, 17999, 18000, 19000)] == (
+            pytest.approx([1 / 2000, 1, 1, 1, 1, 0.5])
+        )
+
+
+def test_passes_over_the_data_count_what_bags_read():
+    # A step of 4 rows reads 4 x (1 + .3 x 5) = 10 rows on average.
+    words = ["trainer.epochs=1", "trainer.max_steps=null"]
+    assert plan(load_training("tst-tiny", words), rows_of_data=64).steps == 6
+    assert plan(load_training("tst-tiny-baseline", words), rows_of_data=64).steps == 16
+
+
+@pytest.mark.parametrize("name", sorted(SUPERPOSED))
+def test_two_layers_take_a_superposed_step(name):
+    small = ["model.layers=2", "data.sequence_length=8", "model.config.vocab_size=320"]
+    recipe = load_training(name, small)
+    model = lc.convert(build_model(recipe), engine="oracle")
+    settings = BagSettings(recipe.superposition.bag_size)
+    ids = torch.randint(0, 320, (1, 8 * settings.bag_size))
+    loss = superposed_loss(model, ids, ids, settings).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_main_runs_have_the_values_of_the_paper():
@@ -114,6 +163,11 @@ def test_the_first_limit_ends_a_run():
         ("trainer.on_nan=ignore", ["trainer.on_nan", "skip"]),
         ("trainer.max_steps=null", ["trainer.max_tokens", "trainer.epochs"]),
         ("kind=tuning", ["'kind'", "comparison, training"]),
+        ("optimizer.decay_fraction=1", ["optimizer.decay_fraction"]),
+        ("superposition={bag_size: 0, ratio: 0.3}", ["superposition.bag_size must be 1"]),
+        ("superposition={bag_size: 4, ratio: 1.0}", ["superposition.ratio must be in [0, 1)"]),
+        ("superposition={bag_size: 4, ratio: 0.3, weights: x}", ["superposition.weights"]),
+        ("superposition={bag_sise: 4}", ["'superposition.bag_sise'", "'superposition.bag_size'"]),
     ],
 )
 def test_mistake_is_named(override, words):
