@@ -102,12 +102,12 @@ Points = list[list[float]]
 def _chart(
     title: str, arms: list[Arm], points: Callable[[Arm], Points], percent: bool = False
 ) -> dict[str, Any]:
-    series = [{"arm": number, "points": points(arm)} for number, arm in enumerate(arms)]
+    drawn = [(number, points(arm)) for number, arm in enumerate(arms)]
     return {
         "title": title,
         "percent": percent,
         "level": None,
-        "series": [s for s in series if s["points"]],
+        "series": [{"arm": n, "points": p} for n, p in drawn if len(p) > 1],  # one is no curve
     }
 
 

@@ -75,7 +75,8 @@ class Run:
 def read_run(folder: str | Path) -> Run:
     """Read a run folder, finished or not.
 
-    Raises FileNotFoundError for a folder that is no run, or one in which no step was logged yet.
+    Raises FileNotFoundError for a folder that is no run, or one in which no step was logged yet,
+    ValueError for a run of another kind.
     """
     folder = Path(folder)
     file = folder / "recipe.yaml"
@@ -85,7 +86,12 @@ def read_run(folder: str | Path) -> Run:
             "runs/quickstart"
         )
     recipe = load_recipe(str(file))
-    arms = _arms(recipe, folder) if isinstance(recipe, Recipe) else [_training(recipe, folder)]
+    if isinstance(recipe, Recipe):
+        arms = _arms(recipe, folder)
+    elif isinstance(recipe, TrainingRecipe):
+        arms = [_training(recipe, folder)]
+    else:
+        raise ValueError(f"{folder} is a run of kind {recipe.kind!r}, which has no report")
     arms = [arm for arm in arms if arm.log or arm.heldout]
     if not arms:
         raise FileNotFoundError(f"{folder} has no numbers yet: wait for the first rows of its log")
