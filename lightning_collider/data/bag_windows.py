@@ -25,7 +25,10 @@ class BagWindows(Dataset):
 
     def __init__(self, windows: Windows, bag_size: int):
         self.short, self.bag_size = windows, bag_size
-        self.long = Windows(windows.sources, bag_size * windows.length, windows.separate)
+        try:
+            self.long = Windows(windows.sources, bag_size * windows.length, windows.separate)
+        except ValueError as error:
+            raise ValueError(f"{error} or superposition.bag_size") from error
 
     def __len__(self) -> int:
         return len(self.short) + len(self.long)
