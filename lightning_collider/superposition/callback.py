@@ -169,8 +169,8 @@ class TokenSuperposition(L.Callback):
             # trainer.estimated_stepping_batches: Lightning leaves its state unread then.
             loop._load_combined_loader_states()
             iter(loop._data_fetcher)
-        at_end = loop.epoch_loop.batch_progress.is_last_batch
-        if at_end and isinstance(loop._combined_loader.flattened[0], FoldedLoader):
+        at_end, combined = loop.epoch_loop.batch_progress.is_last_batch, loop._combined_loader
+        if at_end and combined is not None and isinstance(combined.flattened[0], FoldedLoader):
             begin_next_pass(loop)
 
     def on_train_batch_start(
