@@ -14,7 +14,8 @@ optimizer steps of as many positions. In this order:
 2. on seed 0, all (s, r), the best of which is chosen;
 3. on fresh seeds, the choice and the baseline;
 4. on seed 0, ablations of the choice;
-5. on fresh seeds, a longer baseline that reads as many tokens as the choice.
+5. on fresh seeds, a longer baseline that reads as many tokens as the choice;
+6. with `--longer` only, which takes another hour: 3. with four times the steps.
 """
 
 import argparse
@@ -50,6 +51,7 @@ class Plan:
     ratios: tuple[float, ...] = (0.2, 0.3, 0.4)
     small: tuple[tuple[int, float], ...] = ((2, 0.1), (4, 0.1))  # below the paper's ratios
     seeds: tuple[int, ...] = (1, 2, 3)
+    longer: int = 4  # times the steps, with --longer
 
 
 QUICK_SCALE = Scale(
@@ -77,7 +79,7 @@ QUICK_PLAN = Plan(
 Measure = Callable[[Run, str], float]  # the held-out loss of a run, and what it is part of
 
 
-def carry_out(plan: Plan, measure: Measure) -> None:
+def carry_out(plan: Plan, measure: Measure, longer: bool = False) -> None:
     """Measure every run of the plan; later ones depend on the losses of earlier ones."""
     baseline = best_rate(Run("baseline", plan.first_rate, plan.steps), plan, measure)
     s, r = plan.middle
@@ -97,9 +99,14 @@ def carry_out(plan: Plan, measure: Measure) -> None:
     measure(dataclasses.replace(chosen, weights="inverse"), "ablation")
     measure(dataclasses.replace(chosen, straddle=True), "ablation")
 
-    longer = dataclasses.replace(baseline, steps=chosen.data_steps())
     for seed in plan.seeds:
-        measure(dataclasses.replace(longer, seed=seed), "equal data")
+        same_data = dataclasses.replace(baseline, steps=chosen.data_steps(), seed=seed)
+        measure(same_data, "equal data")
+
+    for seed in plan.seeds if longer else ():
+        for run in (baseline, chosen):
+            long = dataclasses.replace(run, steps=plan.longer * plan.steps, seed=seed)
+            measure(long, "longer")
 
 
 def best_rate(run: Run, plan: Plan, measure: Measure) -> Run:
@@ -155,6 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--work", type=Path, default=Path("runs/superposition"), help="keeps the tokens of the text"
     )
     parser.add_argument("--quick", action="store_true", help="a rehearsal; says nothing")
+    parser.add_argument("--longer", action="store_true", help="also compare longer runs")
     parser.add_argument("--report", action="store_true", help="train nothing")
     given = parser.parse_args(arguments)
     scale, plan = (QUICK_SCALE, QUICK_PLAN) if given.quick else (Scale(), Plan())
@@ -171,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
                 print(time.strftime("%H:%M:%S"), stage, run, flush=True)
             return ledger.done[ledger.key(run)]["heldout_loss"]
 
-        carry_out(plan, measure)
+        carry_out(plan, measure, given.longer)
     entries = [e for e in ledger.done.values() if same_scale(e, scale)]
     print(table(entries, plan.steps))
     draw(entries, plan.steps, given.figure)

@@ -35,7 +35,7 @@ def table(entries: list[Entry], steps: int) -> str:
     parts = [_rates(entries, steps)]
     if chosen is not None:
         parts += [_cells(entries, baseline), _ablations(entries, baseline, chosen)]
-        parts.append(_seeds(entries, steps))
+        parts += [_seeds(entries, stage) for stage in ("confirmation", "longer")]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -68,15 +68,16 @@ def _ablations(entries: list[Entry], baseline: Entry, chosen: Entry) -> str:
     return _markdown(["seed 0", "held-out loss (minus the baseline's)"], rows) if found else ""
 
 
-def _seeds(entries: list[Entry], steps: int) -> str:
+def _seeds(entries: list[Entry], stage: str) -> str:
     by_seed: dict[int, dict[str, Entry]] = {}
     for e in entries:
-        if e["settings"]["seed"] != 0:
-            kind = "longer" if e["stage"] == "equal data" else e["settings"]["arm"]
-            by_seed.setdefault(e["settings"]["seed"], {})[kind] = e
+        if e["stage"] == stage:
+            by_seed.setdefault(e["settings"]["seed"], {})[e["settings"]["arm"]] = e
+        elif e["stage"] == "equal data" and stage == "confirmation":
+            by_seed.setdefault(e["settings"]["seed"], {})["same data"] = e
     rows, differences = [], []
     for seed, found in sorted(by_seed.items()):
-        cells = [f"{_loss(found[k]):.3f}" if k in found else "" for k in KINDS]
+        cells = [f"{_loss(found[k]):.3f}" if k in found else "" for k in COLUMNS]
         difference = ""
         if "baseline" in found and "tst" in found:
             differences.append(_loss(found["tst"]) - _loss(found["baseline"]))
@@ -85,11 +86,17 @@ def _seeds(entries: list[Entry], steps: int) -> str:
     if len(differences) > 1:
         spread = f"{statistics.mean(differences):+.3f} ± {statistics.stdev(differences):.3f}"
         rows.append(["mean ± standard deviation", "", "", "", spread])
-    head = ["fresh seed", "baseline", "TST", "baseline, as much data as TST", "TST minus baseline"]
+    head = ["fresh seed", *COLUMNS.values(), "TST minus baseline"]
+    if stage == "longer":
+        head[0] += ", more steps"
     return _markdown(head, rows) if rows else ""
 
 
-KINDS = ("baseline", "tst", "longer")
+COLUMNS = {
+    "baseline": "baseline",
+    "tst": "TST",
+    "same data": "baseline, as much data as TST",
+}
 
 
 def draw(entries: list[Entry], steps: int, path: Path) -> None:

@@ -57,7 +57,7 @@ def test_the_plan_follows_the_losses():
         seen.append((stage, run))
         return loss(run)
 
-    carry_out(plan, measure)
+    carry_out(plan, measure, longer=True)
     rates = [run.learning_rate for stage, run in seen if stage == "learning rate"]
     assert rates == [2e-3, 4e-3, 1e-3, 5e-4] * 2  # goes on while the best is at an end
     cells = {(run.bag_size, run.ratio) for stage, run in seen if stage == "grid"}
@@ -65,9 +65,11 @@ def test_the_plan_follows_the_losses():
     chosen = [run for stage, run in seen if stage in ("confirmation", "ablation")]
     assert {(run.bag_size, run.ratio) for run in chosen} == {(1, 0.0), (6, 0.2)}
     assert {run.learning_rate for run in chosen} == {5e-4}
-    longer = [run for stage, run in seen if stage == "equal data"]
-    assert [run.seed for run in longer] == [1, 2, 3]
-    assert {run.steps for run in longer} == {720 + 5 * 144}  # s - 1 more in a fifth of the steps
+    same_data = [run for stage, run in seen if stage == "equal data"]
+    assert [run.seed for run in same_data] == [1, 2, 3]
+    assert {run.steps for run in same_data} == {720 + 5 * 144}  # s - 1 more in a fifth of them
+    longer = [run for stage, run in seen if stage == "longer"]
+    assert [(run.arm, run.steps) for run in longer] == [("baseline", 2880), ("tst", 2880)] * 3
 
 
 def test_data_read_by_each_arm():
