@@ -43,7 +43,7 @@ DISTILLED_EXAMPLE = 4 / 3  # cost of a correction's example: a pass is 1/3 forwa
 class Trainer:
     """A module and its optimizer in a Fabric, for one message."""
 
-    def __init__(self, task: Task, weights: Any, seed: int):
+    def __init__(self, task: Task, weights: Weights, seed: int):
         self.fabric = task.fabric(seed)
         self.module = task.module()
         load_weights(self.module, weights)
@@ -58,7 +58,7 @@ class Trainer:
         for name in ("logits_and_targets", "correction_step"):
             if hasattr(self.module, name):
                 self.wrapped.mark_forward_method(name)
-        self.seen, self.steps = 0, 0
+        self.seen = 0  # examples, in all steps
         self._losses: list[Tensor] = []
 
     def train(self, batches: Iterable[Any]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lightning_collider.federated.state import Journal
 
-OURS = {"seconds": "seconds", "updates": "updates of clients"}
+AXES = {"seconds": "seconds", "updates": "updates of clients"}
 NOT_METRICS = ("event", "seconds", "version", "updates", "work", "correction_work")
 
 
@@ -25,7 +25,7 @@ def plot_curves(runs: dict[str, Journal], path: Path, target: float | None = Non
     for name, journal in runs.items():
         rows = journal.of("evaluation")
         metric = next(key for key in rows[0] if key not in NOT_METRICS)
-        for axis, (key, label) in zip(axes, OURS.items(), strict=True):
+        for axis, (key, label) in zip(axes, AXES.items(), strict=True):
             axis.plot([r[key] for r in rows], [r[metric] for r in rows], label=name)
             axis.set_xlabel(label)
         axes[0].set_ylabel(metric)

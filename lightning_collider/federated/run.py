@@ -21,9 +21,10 @@ from flwr.app import Context, Message
 
 from lightning_collider.federated.client import Client
 from lightning_collider.federated.clock import Clock
+from lightning_collider.federated.jobs import Mailbox
 from lightning_collider.federated.messages import CORRECT
 from lightning_collider.federated.plots import plot_curves
-from lightning_collider.federated.server import Mailbox, Server
+from lightning_collider.federated.server import Server
 from lightning_collider.federated.settings import FederatedRecipe, make_algorithm
 from lightning_collider.federated.simulator import App, Simulator
 from lightning_collider.federated.state import Journal, ServerState

@@ -8,17 +8,15 @@ restarted server has no open jobs, and its clients start anew from the checkpoin
 """
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, Message
-from flwr.common.constant import ErrorCode
 
 from lightning_collider.federated.algorithms import Algorithm, Update, Weights
 from lightning_collider.federated.clock import Clock
+from lightning_collider.federated.jobs import GONE, Job, Mailbox, checked_weights
 from lightning_collider.federated.messages import (
     CORRECT,
     ORDER,
@@ -28,11 +26,9 @@ from lightning_collider.federated.messages import (
     CorrectOrder,
     Report,
     TrainOrder,
-    mismatch,
     pack,
     to_record,
     unpack,
-    weights_in,
     weights_of,
 )
 from lightning_collider.federated.settings import ServerConfig
@@ -46,34 +42,6 @@ from lightning_collider.federated.tasks import Task
 
 log = logging.getLogger(__name__)
 POLL = 0.1  # seconds between two looks for replies
-GONE = (
-    ErrorCode.NODE_UNAVAILABLE,
-    ErrorCode.MESSAGE_UNAVAILABLE,
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
-)
-
-
-class Mailbox(Protocol):
-    """The part of a Flower Grid that the server uses."""
-
-    def get_node_ids(self) -> Iterable[int]: ...
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]: ...
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]: ...
-
-
-@dataclass
-class Job:
-    """What a client is working on."""
-
-    node: int
-    number: int
-    version: int  # tau
-    base: Weights | None  # the weights it started from, if the algorithm needs them
-    deadline: float  # seconds on the server's clock
-    corrected_version: int
-    correcting: bool = False
 
 
 class Server:
@@ -216,20 +184,9 @@ class Server:
                 self.state.work += report.work
                 self._order_correction(job)
             else:
-                self._count(job, report, self._checked_weights(reply))
+                self._count(job, report, checked_weights(reply, self.state.weights))
         except BadMessage as error:
             self._note("refused", job.node, job.number, str(error))
-
-    def _checked_weights(self, reply: Message) -> Weights:
-        """The weights of a reply. Raises BadMessage unless they are this model's, and finite."""
-        weights = weights_in(reply)
-        difference = mismatch(weights, self.state.weights)
-        if difference is not None:
-            raise BadMessage(f"the weights are another model's: {difference}")
-        for name, tensor in weights.items():
-            if not torch.isfinite(tensor).all():
-                raise BadMessage(f"{name} is not finite")
-        return weights
 
     def _count(self, job: Job, report: Report, weights: Weights) -> None:
         """Take an update in. Raises BadMessage when it was counted before, or is too old."""

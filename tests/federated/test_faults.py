@@ -117,6 +117,7 @@ def test_update_fifty_versions_late_is_weighted_or_refused(max_delay):
             "fedasync",
             {"mixing": 0.6, "power": 0.5},
             server={"max_updates": 60, "max_delay": max_delay, "checkpoint_every": 1000},
+            simulation={"jitter_sigma": 0.0},
             task={"clients": 2},
         )
     )
