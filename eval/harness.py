@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_collider.training.export import find_checkpoint, load_checkpoint, tokenizer_of
+from lightning_collider.training.quiet import logger_level
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 BOOTSTRAPS = 100  # resamplings for standard errors that have no formula
@@ -73,8 +74,9 @@ def evaluate(
     corpus = find_corpus(checkpoint) if corpus_dir is None else Path(corpus_dir)
     if corpus is not None and not (corpus / "heldout.json").is_file():
         raise FileNotFoundError(f"{corpus} is no corpus folder (no heldout.json in it)")
-    loaded = load_tasks(list(tasks), {"corpus_dir": corpus, "data_dir": data_dir})
-    return _score(model, tokenizer, list(tasks), loaded, batch_size, limit)
+    with logger_level("lm_eval", logging.ERROR):
+        loaded = load_tasks(list(tasks), {"corpus_dir": corpus, "data_dir": data_dir})
+        return _score(model, tokenizer, list(tasks), loaded, batch_size, limit)
 
 
 def open_model(path: Path) -> tuple[Any, Any]:
@@ -106,7 +108,6 @@ def load_tasks(tasks: list[str], places: dict[str, Any]) -> Any:
     """
     from lm_eval.tasks import TaskManager
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     theirs = sorted(set(tasks) - {*TASKS, *FILE_TASKS})
     manager = TaskManager(
         include_path=str(TASKS_FOLDER),

@@ -22,9 +22,7 @@ import argparse
 import dataclasses
 import gc
 import json
-import logging
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +31,7 @@ from typing import Any
 from lightning_collider.eval.efficiency import where
 from lightning_collider.eval.superposition_report import draw, table
 from lightning_collider.eval.superposition_run import Run, Scale, key_of, load_text, train
+from lightning_collider.training.quiet import quiet
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "superposition.jsonl"
@@ -168,13 +167,12 @@ def main(arguments: list[str] | None = None) -> None:
     scale, plan = (QUICK_SCALE, QUICK_PLAN) if given.quick else (Scale(), Plan())
     ledger = Ledger(given.results, scale)
     if not given.report:
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", message=".*does not have many workers")
         text = load_text(scale, given.work / ("quick" if given.quick else "full"))
 
         def measure(run: Run, stage: str) -> float:
             if ledger.key(run) not in ledger.done:
-                ledger.add(run, stage, train(scale, run, text))
+                with quiet():
+                    ledger.add(run, stage, train(scale, run, text))
                 gc.collect()  # a Trainer is full of cycles, and holds model and optimizer
                 print(time.strftime("%H:%M:%S"), stage, run, flush=True)
             return ledger.done[ledger.key(run)]["heldout_loss"]

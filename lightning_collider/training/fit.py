@@ -1,9 +1,5 @@
 """One training run by Lightning's Trainer, which goes on from its last checkpoint."""
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,15 +23,8 @@ from lightning_collider.training.config import Recipe, TrainConfig
 from lightning_collider.training.data import PackedData, PackedRows
 from lightning_collider.training.files import read_json
 from lightning_collider.training.module import LanguageModel
+from lightning_collider.training.quiet import quiet
 
-# Warnings that would mislead, or that are for Lightning's own developers.
-QUIET = (
-    ".*does not have many workers",  # reading a memory-mapped array needs none
-    ".*your dataloader is not resumable",  # PackedData is
-    ".*exists and is not empty",  # the checkpoints that this run goes on from
-    ".*no `val_dataloader`",  # an arm is scored behind its last step
-    ".*LeafSpec.* is deprecated",
-)
 KEPT_CHECKPOINTS = 2  # of an arm: should one be damaged, there is another
 
 
@@ -123,27 +112,19 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
 
 def make_trainer(config: TrainConfig, strategy: Strategy, **settings: Any) -> L.Trainer:
     """A Trainer for `config.steps` steps over a loader that ends there; `settings` add to it."""
-    # Lightning's notes on devices and its advertisements would bury the stages of the run.
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    return L.Trainer(
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",  # "auto" may take a Mac's GPU
-        strategy=strategy,
-        precision=cast(Any, config.precision),  # its names are checked with the recipe
-        max_epochs=1,
-        max_steps=config.steps,
-        accumulate_grad_batches=config.accumulate,
-        gradient_clip_val=config.clip_norm,
-        log_every_n_steps=config.log_every,
-        enable_model_summary=False,
-        use_distributed_sampler=False,  # the data modules divide the rows among the ranks
-        **settings,
-    )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide warnings of Lightning's that would mislead here."""
-    with warnings.catch_warnings():
-        for message in QUIET:
-            warnings.filterwarnings("ignore", message)
-        yield
+    with quiet():
+        return L.Trainer(
+            accelerator="gpu"
+            if torch.cuda.is_available()
+            else "cpu",  # "auto" may take a Mac's GPU
+            strategy=strategy,
+            precision=cast(Any, config.precision),  # its names are checked with the recipe
+            max_epochs=1,
+            max_steps=config.steps,
+            accumulate_grad_batches=config.accumulate,
+            gradient_clip_val=config.clip_norm,
+            log_every_n_steps=config.log_every,
+            enable_model_summary=False,
+            use_distributed_sampler=False,  # the data modules divide the rows among the ranks
+            **settings,
+        )

@@ -53,10 +53,11 @@ from lightning_collider.training.checkpoint import (
 from lightning_collider.training.config import TrainConfig
 from lightning_collider.training.export import export
 from lightning_collider.training.files import read_json, write_json
-from lightning_collider.training.fit import make_trainer, quiet
+from lightning_collider.training.fit import make_trainer
 from lightning_collider.training.folder import claimed
 from lightning_collider.training.models import build_model, load_tokenizer, read_model
 from lightning_collider.training.module import LanguageModel
+from lightning_collider.training.quiet import quiet
 from lightning_collider.training.ranks import rank_of_process
 from lightning_collider.training.scoring import open_store
 from lightning_collider.training.settings import Plan, TrainingRecipe, plan
