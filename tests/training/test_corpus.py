@@ -10,6 +10,7 @@ from lightning_collider.training.corpus import build_corpus, load_corpus, load_h
 from lightning_collider.training.sources import (
     SOURCES,
     generate_problems,
+    library_documents,
     noise_documents,
     split_document,
 )
@@ -116,6 +117,17 @@ def test_noise_is_seeded_and_endless():
     first, again = (list(itertools.islice(noise_documents(5), 40)) for _ in range(2))
     assert first == again
     assert sum(len(document) for document in first) > 10_000
+
+
+def test_only_tables_of_codecs_are_noise_and_prose_beside_a_generators_name_is_not():
+    general = "".join(library_documents())
+    assert (
+        "Lambda expressions (sometimes called lambda forms)" in general
+    )  # pydoc's help, generated
+    assert "def literal_eval(" in general  # ast.py names a generator in its first lines
+    assert "charmap_encode(input,errors,encoding_table)" not in general
+    noise = "".join(itertools.islice(noise_documents(0), 0, 400, 2))
+    assert noise.count("LATIN SMALL LETTER") > 1000 and "lambda forms" not in noise
 
 
 def test_split_document_by_hand():
