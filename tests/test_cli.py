@@ -103,16 +103,12 @@ def collider(environment, folder, *words):
 
 
 def test_wheel_is_complete(installed, tmp_path):
-    code = "import lightning_collider.cli as c; print(c.__file__)"
+    """The package, its recipes, tasks and C++ sources: it trains, and scores what it trained."""
+    code = "import lightning_collider; print(lightning_collider.__file__)"
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=installed, capture_output=True, text=True
     )
     assert found.stdout.startswith(installed["PYTHONPATH"]), found.stderr
-    shown = collider(installed, tmp_path, "train", "quickstart", "--print")
-    assert shown.returncode == 0 and "excess_loss" in shown.stdout, shown.stderr
-
-
-def test_wheel_trains_and_evaluates(installed, tmp_path):
     done = collider(installed, tmp_path, "train", "quickstart", "out=here", *TINY)
     assert done.returncode == 0, done.stderr
     assert "heldout_bits: bits_per_byte" in done.stdout

@@ -68,7 +68,11 @@ def commands(launcher, words):
     return agents
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun", "two nodes"])
+# Scoring, below, covers the start by torchrun on one node.
+ONE_NODE = pytest.param("torchrun", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("launcher", ["lightning", ONE_NODE, "two nodes"])
 def test_launched_run_takes_the_steps_of_one_process(tmp_path, alone, launcher):
     write_inputs(tmp_path)
     words = ["train", str(tmp_path / "small.yaml"), *DENSE]
