@@ -249,7 +249,8 @@ def _loggers(folder: Path) -> list[Any]:
     """Files for other programs; Weights & Biases where it is installed, offline without a key."""
     loggers: list[Any] = [CSVLogger(folder, name="log"), TensorBoardLogger(folder, name="log")]
     with contextlib.suppress(ModuleNotFoundError):
-        loggers.append(WandbLogger(save_dir=folder, offline="WANDB_API_KEY" not in os.environ))
+        offline = "WANDB_API_KEY" not in os.environ
+        loggers.append(WandbLogger(name=folder.name, save_dir=folder, offline=offline))
     return loggers
 
 
