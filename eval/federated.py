@@ -7,8 +7,9 @@
 One line a run is appended to the file, and runs that are in it are not done again. All algorithms
 share the recipe fedadt-digits: model, learning rate, epochs, clients, speeds. `tune` tries some
 options of each at Dirichlet 0.1 on a seed that `confirm` does not use, and takes those with the
-highest accuracy on average over the simulated time. The control is FedAsync with 2 more steps of
-plain training; FedADT takes 1, 2 or 5 of distillation.
+highest accuracy on average over the simulated time. FedADT takes 1, 2 or 5 steps of distillation.
+Controls are FedAsync with 2 more steps of plain training, tuned like the others, and FedAsync with
+FedADT's own mixing and as many more steps as its choice distils.
 """
 
 import argparse
@@ -43,11 +44,13 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"power": 0.5, "steps": 2, "temperature": 1.0, "lam_max": 0.9, "t_warm": 1000},
     {"power": 0.5, "steps": 2, "temperature": 1.0, "lam_max": 0.3, "delay_from": "correction"},
 ]
+EQUAL = "FedAsync + CE, equal K"  # the control that is not tuned
 # name in the tables -> the recipe's algorithm, and options to try
 TRIALS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "FedAvg": ("fedavg", [{}]),
     "FedAsync": ("fedasync", FEDASYNC),
     "FedAsync + CE": ("fedasync", [{**pair, "extra_steps": 2} for pair in FEDASYNC[:4]]),
+    EQUAL: ("fedasync", []),
     "FedBuff": ("fedbuff", [{"buffer": k, "server_rate": r} for k, r in BUFFERS]),
     "FedADT": ("fedadt", [{"mixing": 0.6, **choice} for choice in CORRECTIONS]),
 }
@@ -132,14 +135,16 @@ def plan(
 
 
 def chosen(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The best options of each algorithm in the tuning runs of a file."""
+    """The best options of each algorithm in the tuning runs of a file, and the equal control's."""
     trials = [r for r in read_rows(path) if r["seed"] == TUNING_SEED]
     best = {}
-    for name in TRIALS:
+    for name, (_, options) in TRIALS.items():
         own = [r for r in trials if r["name"] == name]
-        if not own:
+        if options and not own:
             raise ValueError(f"{path} has no tuning run of {name}: run `tune` first")
-        best[name] = [max(own, key=average)["options"]]
+        best[name] = [max(own, key=average)["options"]] if own else []
+    (adt,) = best["FedADT"]
+    best[EQUAL] = [{"mixing": adt["mixing"], "power": adt["power"], "extra_steps": adt["steps"]}]
     return best
 
 
