@@ -34,6 +34,7 @@ from lightning_collider.federated.messages import (
 )
 from lightning_collider.federated.settings import ClientConfig
 from lightning_collider.federated.tasks import Task, mixed_seed, seeded
+from lightning_collider.training.quiet import quiet
 
 PARTITION = "partition-id"  # Flower's name for the number of a node's part of the data
 TRAINED, TRAINED_JOB, OPTIMIZER = "trained", "trained-job", "optimizer"  # in Context.state
@@ -156,7 +157,8 @@ class Client:
     def _trainer(self, weights: Weights, seed: int, context: Context) -> Iterator[Trainer]:
         """A trainer under a seed of its own, with the kept optimizer's state if there is one."""
         with seeded(seed):
-            trainer = Trainer(self.task, weights, seed)
+            with quiet():  # what the strategy says of the model would be said for each message
+                trainer = Trainer(self.task, weights, seed)
             if self.config.keep_optimizer and OPTIMIZER in context.state:
                 saved = context.state.config_records[OPTIMIZER]["state"]
                 assert isinstance(saved, bytes)

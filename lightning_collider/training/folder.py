@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from lightning_collider.training.config import AnyRecipe, to_dict, to_yaml
 from lightning_collider.training.files import write_text
 
-LOCK = ".lock"
+LOCK, RECIPE = ".lock", "recipe.yaml"
 # Keys with which a run may go on at other values: they change no number of a healthy run.
 FREE_KEYS = (
     "out",
@@ -31,11 +31,13 @@ FREE_KEYS = (
 def claimed(recipe: AnyRecipe) -> Iterator[Path]:
     """Hold the recipe's run folder for this process, making it if it is not there.
 
+    A folder with nothing but a recipe, as a recipe with a mistake leaves it, is anyone's.
+
     Raises FileExistsError when the folder holds the run of another recipe (the keys that differ are
     named) or files that are no run at all, and RuntimeError while another process works in it.
     """
     folder = Path(recipe.out)
-    recipe_file = folder / "recipe.yaml"
+    recipe_file = folder / RECIPE
     if folder.exists() and not recipe_file.is_file():
         if not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir()):
             raise FileExistsError(f"{folder} holds something else than a run: use out=OTHER")
@@ -50,7 +52,7 @@ def claimed(recipe: AnyRecipe) -> Iterator[Path]:
             f"cannot write to {folder} ({error.strerror}): use out=OTHER, or change its permissions"
         ) from error
     try:
-        if recipe_file.is_file():
+        if any(path.name not in (LOCK, RECIPE) for path in folder.iterdir()):
             _refuse_other_recipe(recipe, recipe_file)
         else:
             write_text(recipe_file, to_yaml(recipe))

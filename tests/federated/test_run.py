@@ -1,5 +1,6 @@
 """`collider federate`: the folder of a run, mistakes, and life without Flower."""
 
+import itertools
 import subprocess
 import sys
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 
 from lightning_collider.cli import main
+from lightning_collider.federated.client import Trainer
 from lightning_collider.federated.digits import Digits
 from lightning_collider.federated.messages import weights_of
-from lightning_collider.federated.settings import TaskConfig
+from lightning_collider.federated.settings import TaskConfig, make_algorithm
 from lightning_collider.federated.state import read_rows
 from lightning_collider.federated.tasks import make_task
 from lightning_collider.training.config import load_federated
@@ -53,6 +55,18 @@ def test_recipes_of_the_issue_are_there():
     assert code.task.name == "code" and code.task.options["keep"] < 1
     assert digits.algorithm == code.algorithm == "fedadt"
     assert set(digits.algorithms) == {"fedavg", "fedasync", "fedbuff", "fedadt"}
+
+
+@pytest.mark.parametrize("name", ["fedadt-digits", "fedadt-code"])
+def test_recipes_options_are_those_of_task_and_algorithms(name):
+    """Their first job, too: a client's first steps at the recipe's full size."""
+    recipe = load_federated(name)
+    task = make_task(recipe.task, recipe.seed)
+    for algorithm, options in recipe.algorithms.items():
+        make_algorithm(algorithm, options)
+    trainer = Trainer(task, weights_of(task.module()), seed=0)
+    trainer.train(itertools.islice(task.batches(0, seed=0), 1))
+    assert trainer.seen == recipe.task.options["batch_size"] and trainer.loss() > 0
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from lightning_collider.training.checkpoint import (
     checkpoint_path,
     complete_steps,
 )
+from lightning_collider.training.config import load_comparison
 from lightning_collider.training.files import read_json, write_json
 from lightning_collider.training.fit import build_model
 from lightning_collider.training.folder import claimed
@@ -165,6 +166,20 @@ def test_folder_in_use_is_refused(tiny, tmp_path):
         run_recipe(tiny())
     with claimed(tiny()) as folder:  # and free again
         assert (folder / "recipe.yaml").is_file()
+
+
+def test_folder_in_which_nothing_has_begun_takes_the_corrected_recipe(tmp_path):
+    first, second = (
+        load_comparison("quickstart", [f"out={tmp_path / 'run'}", f"seed={seed}"])
+        for seed in (1, 2)
+    )
+    with claimed(first):
+        pass
+    with claimed(second) as folder:
+        assert "seed: 2" in (folder / "recipe.yaml").read_text()
+        (folder / "corpus").mkdir()
+    with pytest.raises(FileExistsError, match="seed: 2 there, 1 here"), claimed(first):
+        pass
 
 
 @pytest.mark.parametrize("spoil", ["truncate", "another model"])
