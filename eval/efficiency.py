@@ -3,7 +3,8 @@
 Real layer shapes, random weights, random tokens. Every round runs all three in turn, so that a
 noisy machine is noisy for all; reported are medians over rounds of ratios taken within a round. A
 step is forward plus backward, without the optimizer and without the reference model; selection is
-part of it.
+part of it. With --alternatives also what users would take else: activation checkpointing, with and
+without our filter, and dropping rows from the head alone.
 """
 
 import argparse
@@ -18,17 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import lightning_collider as lc
-from lightning_collider.eval.flops import StepFlops, step_flops
 from lightning_collider.eval.memory import peak_bytes
 from lightning_collider.eval.shapes import SHAPES
-from lightning_collider.filtering.token_filter import TokenFilter
+from lightning_collider.eval.steps import Forward, Steps, selection_share
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MIN_ROUNDS = 7
+WIDTH = 44  # of the names in the table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"at least {MIN_ROUNDS}")
+    parser.add_argument(
+        "--alternatives", action="store_true", help="time what users would take else, too"
+    )
     parser.add_argument("--json", type=Path, help="write the result here too")
 
 
@@ -55,6 +57,7 @@ def main(args: argparse.Namespace) -> None:
         args.dtype,
         args.device,
         max(args.rounds, MIN_ROUNDS),
+        args.alternatives,
     )
     print(table(result))
     if args.json is not None:
@@ -70,12 +73,13 @@ def bench(
     dtype: str,
     device: str,
     rounds: int,
+    alternatives: bool = False,
 ) -> dict[str, Any]:
-    """Time Hugging Face, ours dense and ours filtered.
+    """Time Hugging Face, ours dense and ours filtered, and `alternatives` where they are wanted.
 
     Returns:
-        Medians in seconds, ratios with quartiles, FLOP floors, peak memory ratio, and where it
-        ran; the keys are those of ``collider bench --json``.
+        Medians in seconds, ratios with quartiles, FLOP floors, peak memory ratio, selection's share
+        of the filtered step, and where it ran; the keys are those of ``collider bench --json``.
 
     Raises:
         ValueError: device "cuda" where there is none.
@@ -86,7 +90,9 @@ def bench(
     config = copy.deepcopy(SHAPES[shape])
     config.num_hidden_layers = layers or config.num_hidden_layers
     steps = Steps(config, batch, seq, keep, DTYPES[dtype], torch.device(device))
-    seen = run_rounds(steps, rounds)
+    kinds = kinds_of(steps, alternatives)
+    seen = run_rounds(steps, kinds, rounds)
+    hugging_face = peak_bytes(steps.hugging_face, steps.model)
     return {
         "shape": shape,
         "layers": config.num_hidden_layers,
@@ -98,111 +104,40 @@ def bench(
         "rounds": rounds,
         **times(seen),
         **ratios(seen),
+        "selection_share": selection_share(steps, rounds),
         "floor_backward": steps.flops.floor_backward,
         "floor_step": steps.flops.floor_step,
-        "peak_memory_ratio": peak_bytes(steps.filtered, steps.model)
-        / peak_bytes(steps.hugging_face, steps.model),
+        **{
+            f"{name}_peak_memory_ratio": peak_bytes(kinds[name], steps.model) / hugging_face
+            for name in kinds
+            if name in ALTERNATIVES
+        },
+        "peak_memory_ratio": peak_bytes(steps.filtered, steps.model) / hugging_face,
         **where(),
     }
-
-
-class Steps:
-    """One batch and three ways to run a step on it, on the same weights."""
-
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        batch: int,
-        seq: int,
-        keep: float,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        config._attn_implementation = "sdpa"
-        self.device = device
-        with device:
-            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-            self.ids = torch.randint(0, config.vocab_size, (batch, seq))
-            self.reference_losses = 20 * torch.rand(batch, seq)  # so that the mask is random
-        self.labels = self.ids.clone()
-        ours = share_parameters(copy.deepcopy(self.model), self.model)
-        self.ours: Any = lc.convert(ours)
-        self.token_filter = TokenFilter("excess_loss", keep)
-        self.mask = self._mask()
-        self.kept_labels = labels_of_kept(self.labels, self.mask)
-        linears = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
-        self.flops: StepFlops = step_flops(
-            sum(m.weight.numel() for m in linears),
-            attention_width(config),
-            config.num_hidden_layers,
-            self.mask,
-        )
-
-    def _mask(self) -> Tensor:
-        self.ours.token_filter = self.token_filter
-        out = self.ours(
-            input_ids=self.ids, labels=self.labels, reference_losses=self.reference_losses
-        )
-        return out.keep
-
-    def hugging_face(self) -> Callable[[], Tensor]:
-        """Hugging Face's forward, with dropped labels at -100."""
-        return lambda: self.model(self.ids, labels=self.kept_labels, use_cache=False).loss
-
-    def dense(self) -> Callable[[], Tensor]:
-        """Ours without a mask."""
-        self.ours.token_filter = None
-        return lambda: self.ours(self.ids, labels=self.labels).loss
-
-    def filtered(self) -> Callable[[], Tensor]:
-        """Ours, selecting by excess loss over stored reference losses."""
-        self.ours.token_filter = self.token_filter
-        return lambda: (
-            self.ours(self.ids, labels=self.labels, reference_losses=self.reference_losses).loss
-        )
-
-    def timed(self, step: Callable[[], Callable[[], Tensor]]) -> tuple[float, float]:
-        """Seconds of forward and of backward."""
-        forward = step()
-        self.model.zero_grad(set_to_none=True)
-        start = self._now()
-        loss = forward()
-        middle = self._now()
-        loss.backward()
-        return middle - start, self._now() - middle
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-
-def share_parameters(model: nn.Module, source: nn.Module) -> nn.Module:
-    """Give a copy the parameter objects of its source: one set of weights and of gradients."""
-    for name, module in model.named_modules():
-        module._parameters = source.get_submodule(name)._parameters
-    return model
-
-
-def labels_of_kept(labels: Tensor, keep: Tensor) -> Tensor:
-    """Hugging Face labels whose loss is that of the kept rows: label t + 1 belongs to row t."""
-    kept = labels.clone()
-    kept[:, 1:][~keep[:, :-1]] = -100
-    return kept
-
-
-def attention_width(config: PretrainedConfig) -> int:
-    """Query heads times head size."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_attention_heads * head_dim
 
 
 Seen = dict[str, list[tuple[float, float]]]
 
 
-def run_rounds(steps: Steps, rounds: int) -> Seen:
-    """Forward and backward seconds of each kind of step, one of each a round, warm-up apart."""
+# name -> the way of Steps, and the way that it is compared with
+ALTERNATIVES = {
+    "head_only": ("head_only", "hf"),
+    "hf_checkpointed": ("hugging_face_checkpointed", "hf"),
+    "filtered_checkpointed": ("filtered_checkpointed", "hf_checkpointed"),
+}
+
+
+def kinds_of(steps: Steps, alternatives: bool) -> dict[str, Callable[[], Forward]]:
+    """The ways to run a step that are timed."""
     kinds = {"hf": steps.hugging_face, "dense": steps.dense, "filtered": steps.filtered}
+    if alternatives:
+        kinds |= {name: getattr(steps, way) for name, (way, _) in ALTERNATIVES.items()}
+    return kinds
+
+
+def run_rounds(steps: Steps, kinds: dict[str, Callable[[], Forward]], rounds: int) -> Seen:
+    """Forward and backward seconds of each kind of step, one of each a round, warm-up apart."""
     order = list(kinds)
     seen: Seen = {name: [] for name in kinds}
     for i in range(rounds + 1):
@@ -235,7 +170,13 @@ def ratios(seen: Seen) -> dict[str, Any]:
         low, middle, high = statistics.quantiles(values, n=4)
         return {name: middle, f"{name}_iqr": [low, high]}
 
+    found: dict[str, Any] = {}
+    for name, (_, base) in ALTERNATIVES.items():
+        if name in seen:
+            found |= ratio(f"{name}_backward_vs_{base}", name, base, step=False)
+            found |= ratio(f"{name}_step_vs_{base}", name, base, step=True)
     return {
+        **found,
         **ratio("backward_vs_hf", "filtered", "hf", step=False),
         **ratio("step_vs_hf", "filtered", "hf", step=True),
         **ratio("backward_vs_dense", "filtered", "dense", step=False),
@@ -278,16 +219,18 @@ def table(result: dict[str, Any]) -> str:
         f"{result['shape']}, {result['layers']} layers, B={result['batch']}, T={result['seq']}, "
         f"{result['dtype']}, keep {result['keep']}, {result['device']}, {result['rounds']} rounds"
     )
-    rows = [title, f"{'':18s}{'forward s':>11s}{'backward s':>12s}"]
-    for name in ("hf", "dense", "filtered"):
-        forward, backward = result[f"{name}_forward_s"], result[f"{name}_backward_s"]
-        rows.append(f"{name:18s}{forward:11.4f}{backward:12.4f}")
-    rows.append(f"{'':18s}{'median':>11s}{'quartiles':>18s}{'floor':>9s}")
+    rows = [title, f"{'':{WIDTH}s}{'forward s':>11s}{'backward s':>12s}"]
+    for name in ("hf", "dense", "filtered", *ALTERNATIVES):
+        if f"{name}_forward_s" in result:
+            forward, backward = result[f"{name}_forward_s"], result[f"{name}_backward_s"]
+            rows.append(f"{name:{WIDTH}s}{forward:11.4f}{backward:12.4f}")
+    rows.append(f"{'':{WIDTH}s}{'median':>11s}{'quartiles':>18s}{'floor':>9s}")
     floors = {"backward_vs_dense": "floor_backward", "step_vs_dense": "floor_step"}
-    names = ("backward_vs_hf", "step_vs_hf", "backward_vs_dense", "step_vs_dense", "dense_vs_hf")
-    for name in names:
+    for name in [key.removesuffix("_iqr") for key in result if key.endswith("_iqr")]:
         low, high = result[f"{name}_iqr"]
         floor = f"{result[floors[name]]:9.3f}" if name in floors else ""
-        rows.append(f"{name:18s}{result[name]:11.3f}{f'{low:.3f} .. {high:.3f}':>18s}{floor}")
-    rows.append(f"{'peak_memory_ratio':18s}{result['peak_memory_ratio']:11.3f}")
+        rows.append(f"{name:{WIDTH}s}{result[name]:11.3f}{f'{low:.3f} .. {high:.3f}':>18s}{floor}")
+    for name in [key for key in result if key.endswith("peak_memory_ratio")]:
+        rows.append(f"{name:{WIDTH}s}{result[name]:11.3f}")
+    rows.append(f"{'selection_share':{WIDTH}s}{result['selection_share']:11.4f}")
     return "\n".join(rows)

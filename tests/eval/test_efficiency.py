@@ -1,6 +1,7 @@
 """The bench: FLOPs against brute force and published ratios, what is timed, and what it writes."""
 
 import argparse
+import itertools
 import json
 
 import pytest
@@ -10,8 +11,9 @@ from transformers import LlamaConfig
 
 from lightning_collider.eval import efficiency, memory
 from lightning_collider.eval.flops import causal_pairs, step_flops
+from lightning_collider.eval.steps import Steps, labels_of_kept, selection_share
 from lightning_collider.filtering.selectors import has_target
-from tests.conftest import batch_of, random_keep, small_llama
+from tests.conftest import batch_of, random_keep, relative_error, small_llama
 
 TINY = LlamaConfig(
     hidden_size=64,
@@ -73,7 +75,7 @@ def test_hugging_faces_labels_give_the_loss_of_the_kept_rows():
     model = small_llama()
     ids, labels = batch_of(2, 17)
     keep = random_keep(2, 17)
-    loss = model(ids, labels=efficiency.labels_of_kept(labels, keep)).loss
+    loss = model(ids, labels=labels_of_kept(labels, keep)).loss
     logits = model(ids).logits[:, :-1]
     kept = (keep & has_target(labels))[:, :-1]
     want = F.cross_entropy(logits[kept], labels[:, 1:][kept])
@@ -84,7 +86,8 @@ def test_bench_writes_the_keys_of_its_contract(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(efficiency.SHAPES, "tiny", TINY)
     parser = argparse.ArgumentParser()
     efficiency.add_arguments(parser)
-    options = "--shape tiny --layers 2 --seq 64 --batch 2 --keep 0.5 --dtype fp32 --rounds 2 --json"
+    options = "--shape tiny --layers 2 --seq 64 --batch 2 --keep 0.5 --dtype fp32 --rounds 2 "
+    options += "--alternatives --json"
     efficiency.main(parser.parse_args([*options.split(), str(tmp_path / "bench.json")]))
     result = json.loads((tmp_path / "bench.json").read_text())
     plain = "shape layers seq batch keep dtype device floor_backward floor_step peak_memory_ratio"
@@ -97,6 +100,10 @@ def test_bench_writes_the_keys_of_its_contract(monkeypatch, tmp_path, capsys):
     for name in ratios:
         low, high = result[f"{name}_iqr"]
         assert 0 < low <= result[name] <= high and name in table
+    for name in ("head_only", "hf_checkpointed", "filtered_checkpointed"):
+        assert result[f"{name}_backward_s"] > 0 and result[f"{name}_peak_memory_ratio"] > 0
+    assert result["filtered_checkpointed_step_vs_hf_checkpointed"] > 0
+    assert 0 < result["selection_share"] < 1
     assert result["rounds"] >= 7 and result["layers"] == 2
     assert 0.4 < result["floor_backward"] < 0.55
     assert 0 < result["peak_memory_ratio"]
@@ -126,9 +133,49 @@ def test_peak_memory_of_one_product_on_cuda():
 
 
 def test_both_models_train_the_same_weights():
-    steps = efficiency.Steps(TINY, 1, 32, 0.5, torch.float32, torch.device("cpu"))
+    steps = Steps(TINY, 1, 32, 0.5, torch.float32, torch.device("cpu"))
     theirs, ours = dict(steps.model.named_parameters()), dict(steps.ours.named_parameters())
     assert theirs.keys() == ours.keys() and all(ours[n] is p for n, p in theirs.items())
     assert int(steps.mask.sum()) == int(0.5 * 31 + 0.5)
     # The three losses speak of the same rows: filtered equals Hugging Face's on kept labels.
     assert steps.filtered()().item() == pytest.approx(steps.hugging_face()().item(), rel=1e-5)
+
+
+def gradients(steps, way):
+    """Gradients of one step, by name."""
+    forward = way()
+    steps.model.zero_grad(set_to_none=True)
+    forward().backward()
+    return {name: p.grad.clone() for name, p in steps.model.named_parameters()}
+
+
+def test_alternatives_have_the_gradients_of_what_they_stand_for():
+    steps = Steps(TINY, 2, 32, 0.5, torch.float32, torch.device("cpu"))
+    theirs = gradients(steps, steps.hugging_face)
+    assert relative_error(gradients(steps, steps.head_only), theirs) < 1e-5
+    assert relative_error(gradients(steps, steps.hugging_face_checkpointed), theirs) < 1e-5
+    ours = gradients(steps, steps.filtered)
+    assert relative_error(gradients(steps, steps.filtered_checkpointed), ours) < 1e-5
+    assert relative_error(ours, theirs) > 1e-2  # dropped keys and values are held constant
+
+
+def test_checkpointing_ends_with_its_own_way():
+    steps = Steps(TINY, 1, 32, 0.5, torch.float32, torch.device("cpu"))
+    for checkpointed, plain in (
+        (steps.hugging_face_checkpointed, steps.hugging_face),
+        (steps.hugging_face_checkpointed, steps.head_only),
+        (steps.filtered_checkpointed, steps.filtered),
+        (steps.filtered_checkpointed, steps.dense),
+    ):
+        before, less, after = (
+            memory.peak_bytes(w, steps.model) for w in (plain, checkpointed, plain)
+        )
+        assert less < 0.8 * before and after == pytest.approx(before, rel=0.05)
+
+
+def test_selection_is_a_part_of_the_step():
+    steps = Steps(TINY, 2, 64, 0.5, torch.float32, torch.device("cpu"))
+    steps.now = itertools.count().__next__  # a clock that ticks once each time it is read
+    # The step's own three readings span 2 ticks, and each of ranking, indices and the marks of
+    # losses and their mean reads twice: (4 of 1 tick) of (2 + 4 times 2).
+    assert selection_share(steps, 3) == pytest.approx(4 / 10)

@@ -1,0 +1,47 @@
+"""The table of benches: its lines come back, the fit is right, a small grid runs to its plot."""
+
+import pytest
+
+from lightning_collider.eval import efficiency, efficiency_grid
+from lightning_collider.eval.efficiency_grid import append, linearity, read
+from tests.eval.test_efficiency import TINY
+
+
+def row(keep, ratio, **changed):
+    return {"keep": keep, "backward_vs_dense": ratio, **changed}
+
+
+def test_fit_is_that_of_a_line_through_the_dense_step():
+    # On y = 0.1 + 0.9 x, on which the dense step lies too.
+    intercept, fit = linearity([row(0.2, 0.28), row(0.6, 0.64)])
+    assert intercept == pytest.approx(0.1) and fit == pytest.approx(1.0)
+    assert linearity([row(0.6, 0.6), row(0.6, 0.7)]) is None
+    # x = 0, 0.5, 1 and y = 0, 1, 1: slope 1, intercept 1/6, R^2 = 0.5^2 / (0.5 x 2/3) = 3/4.
+    intercept, fit = linearity([row(0.0, 0.0), row(0.5, 1.0)])
+    assert intercept == pytest.approx(1 / 6) and fit == pytest.approx(0.75)
+
+
+def test_other_columns_are_refused(tmp_path):
+    file = tmp_path / "rows.csv"
+    append(file, {"shape": "a", "keep": 0.5})
+    with pytest.raises(ValueError, match=r"other columns \(commit\)"):
+        append(file, {"shape": "a", "keep": 0.5, "commit": "x"})
+    with pytest.raises(ValueError, match="their order"):
+        append(file, {"keep": 0.5, "shape": "a"})
+    assert len(file.read_text().splitlines()) == 2
+
+
+def test_grid_of_a_tiny_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(efficiency.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(efficiency_grid, "GATE", [("tiny", 2, 32, 1, (0.6, 0.3))])
+    rows, figure = tmp_path / "rows.csv", tmp_path / "plot.png"
+    efficiency_grid.main(["fp32", "--rows", str(rows), "--figure", str(figure)])
+    printed = capsys.readouterr().out
+    ((key, found),) = read(rows).items()
+    assert key[:6] == ("tiny", "2", "32", "1", "fp32", "cpu")
+    assert [r["keep"] for r in found] == ["0.3", "0.6"]  # sorted
+    for r in found:
+        low, middle, high = (float(r[f"step_vs_hf{end}"]) for end in ("_low", "", "_high"))
+        assert 0 < low <= middle <= high and r["versions"].startswith("python 3")
+    assert "| tiny, 2 x 32, B=1, fp32 | 0.3 |" in printed and "R^2" in printed
+    assert figure.stat().st_size > 1000
