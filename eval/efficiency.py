@@ -120,11 +120,11 @@ def bench(
 Seen = dict[str, list[tuple[float, float]]]
 
 
-# name -> the way of Steps, and the way that it is compared with
+# A method of Steps -> what it is compared with
 ALTERNATIVES = {
-    "head_only": ("head_only", "hf"),
-    "hf_checkpointed": ("hugging_face_checkpointed", "hf"),
-    "filtered_checkpointed": ("filtered_checkpointed", "hf_checkpointed"),
+    "head_only": "hf",
+    "hf_checkpointed": "hf",
+    "filtered_checkpointed": "hf_checkpointed",
 }
 
 
@@ -132,7 +132,7 @@ def kinds_of(steps: Steps, alternatives: bool) -> dict[str, Callable[[], Forward
     """The ways to run a step that are timed."""
     kinds = {"hf": steps.hugging_face, "dense": steps.dense, "filtered": steps.filtered}
     if alternatives:
-        kinds |= {name: getattr(steps, way) for name, (way, _) in ALTERNATIVES.items()}
+        kinds |= {name: getattr(steps, name) for name in ALTERNATIVES}
     return kinds
 
 
@@ -171,7 +171,7 @@ def ratios(seen: Seen) -> dict[str, Any]:
         return {name: middle, f"{name}_iqr": [low, high]}
 
     found: dict[str, Any] = {}
-    for name, (_, base) in ALTERNATIVES.items():
+    for name, base in ALTERNATIVES.items():
         if name in seen:
             found |= ratio(f"{name}_backward_vs_{base}", name, base, step=False)
             found |= ratio(f"{name}_step_vs_{base}", name, base, step=True)

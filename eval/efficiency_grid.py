@@ -54,9 +54,8 @@ def flat(result: dict[str, Any]) -> Row:
     row: Row = {}
     for name, value in result.items():
         if name.endswith("_iqr"):
-            row[name.removesuffix("_iqr") + "_low"], row[name.removesuffix("_iqr") + "_high"] = (
-                value
-            )
+            ratio = name.removesuffix("_iqr")
+            row[f"{ratio}_low"], row[f"{ratio}_high"] = value
         elif name not in ("versions", "machine", "load_average"):
             row[name] = value
     row["load"] = round(result["load_average"][0], 2)

@@ -85,7 +85,7 @@ class Steps:
             self.ours(self.ids, labels=self.labels, reference_losses=self.reference_losses).loss
         )
 
-    def hugging_face_checkpointed(self) -> Forward:
+    def hf_checkpointed(self) -> Forward:
         """Hugging Face's, each layer's forward computed again in backward."""
         forward = self.hugging_face()
         self.model.gradient_checkpointing_enable({"use_reentrant": False})

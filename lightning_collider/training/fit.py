@@ -112,11 +112,10 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
 
 def make_trainer(config: TrainConfig, strategy: Strategy, **settings: Any) -> L.Trainer:
     """A Trainer for `config.steps` steps over a loader that ends there; `settings` add to it."""
+    accelerator = "gpu" if torch.cuda.is_available() else "cpu"  # "auto" may take a Mac's GPU
     with quiet():
         return L.Trainer(
-            accelerator="gpu"
-            if torch.cuda.is_available()
-            else "cpu",  # "auto" may take a Mac's GPU
+            accelerator=accelerator,
             strategy=strategy,
             precision=cast(Any, config.precision),  # its names are checked with the recipe
             max_epochs=1,

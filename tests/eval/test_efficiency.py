@@ -153,7 +153,7 @@ def test_alternatives_have_the_gradients_of_what_they_stand_for():
     steps = Steps(TINY, 2, 32, 0.5, torch.float32, torch.device("cpu"))
     theirs = gradients(steps, steps.hugging_face)
     assert relative_error(gradients(steps, steps.head_only), theirs) < 1e-5
-    assert relative_error(gradients(steps, steps.hugging_face_checkpointed), theirs) < 1e-5
+    assert relative_error(gradients(steps, steps.hf_checkpointed), theirs) < 1e-5
     ours = gradients(steps, steps.filtered)
     assert relative_error(gradients(steps, steps.filtered_checkpointed), ours) < 1e-5
     assert relative_error(ours, theirs) > 1e-2  # dropped keys and values are held constant
@@ -162,8 +162,8 @@ def test_alternatives_have_the_gradients_of_what_they_stand_for():
 def test_checkpointing_ends_with_its_own_way():
     steps = Steps(TINY, 1, 32, 0.5, torch.float32, torch.device("cpu"))
     for checkpointed, plain in (
-        (steps.hugging_face_checkpointed, steps.hugging_face),
-        (steps.hugging_face_checkpointed, steps.head_only),
+        (steps.hf_checkpointed, steps.hugging_face),
+        (steps.hf_checkpointed, steps.head_only),
         (steps.filtered_checkpointed, steps.filtered),
         (steps.filtered_checkpointed, steps.dense),
     ):
