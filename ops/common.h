@@ -102,6 +102,7 @@ struct KeptRows : torch::CustomClassHolder {
 
   std::vector<FlowEdge> flow;          // hidden states of the last backward, compact or not
   std::vector<NarrowedShape> narrowed; // those whose recorded shape is (K, D) now
+  std::vector<WeakNode> giving;        // operators that give (K, D) gradients now
 
   std::vector<int64_t> starts;         // S + 1: segment s holds rows starts[s] .. starts[s + 1]
   std::vector<int64_t> kept_starts;    // S + 1: the same, counted in kept rows

@@ -181,7 +181,10 @@ class Walk {
     if (!is_ours && !is_passing) {
       return "made by " + producer.name();
     }
-    if (producer.num_inputs() != 1 || producer.retains_grad_hooks().count(nr) > 0) {
+    if (producer.num_inputs() != 1) {
+      return "one of several outputs of " + producer.name();
+    }
+    if (producer.retains_grad_hooks().count(nr) > 0) {
       return "retain_grad";
     }
     for (const auto& hook : producer.tensor_pre_hooks()) {
@@ -249,6 +252,9 @@ class Walk {
       const auto found = states_.find({edge.function.get(), edge.input_nr});
       const bool compact = found != states_.end() && found->second.why_dense.empty();
       context_of(*node)->saved_data["gives_compact"] = compact;
+      if (compact) {
+        rows_.giving.push_back(weak(node->getptr()));
+      }
     }
     return report;
   }
@@ -280,15 +286,30 @@ void widen(KeptRows& rows) {
       ctx->saved_data["takes_compact"] = false;
     }
   }
+  for (auto& giving : rows.giving) {
+    if (const auto node = giving.lock()) {
+      context_of(*node)->saved_data["gives_compact"] = false;
+    }
+  }
   rows.narrowed.clear();
+  rows.giving.clear();
 }
+
+// Widens when it goes: with a backward that fails, whose callbacks the engine does not call.
+struct Widening {
+  explicit Widening(KeptRowsPtr given) : rows(std::move(given)) {}
+  Widening(const Widening&) = delete;
+  ~Widening() { widen(*rows); }
+  KeptRowsPtr rows;
+};
 
 void narrow(const KeptRowsPtr& rows) {
   if (!rows->filtered() || !rows->narrowed.empty()) {
     return; // dense, or done by another mark of this backward
   }
   rows->flow = Walk(*rows).run();
-  torch::autograd::Engine::get_default_engine().queue_callback([rows] { widen(*rows); });
+  auto after = std::make_shared<Widening>(rows);
+  torch::autograd::Engine::get_default_engine().queue_callback([after] { widen(*after->rows); });
 }
 
 } // namespace collider

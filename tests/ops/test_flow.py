@@ -180,11 +180,32 @@ def test_checkpointing(reentrant):
 
 
 def test_a_backward_that_fails_leaves_the_graph_usable():
-    model, _, loss, _, want = forward()
+    model, out, loss, _, want = forward(output_hidden_states=True)
     fail = model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss.backward(retain_graph=True)
     fail.remove()
     model.zero_grad()
+    # Nothing is left of the failed one: another kind of backward finds full size gradients.
+    (hidden,) = torch.autograd.grad(loss, [out.hidden_states[1]], retain_graph=True)
+    assert hidden.shape == (B, T, 64)
+    model.zero_grad()
     loss.backward()
     assert relative_error(grads_of(model), want) < 1e-10
+
+
+def test_a_backward_beside_the_loss_after_a_filtered_one():
+    """It meets no mark, so nothing prepares it: the filtered one must leave nothing behind."""
+    reference = float64_reference(small_model("llama", layers=LAYERS))
+    keep = KEEP[..., None]
+    with lc.oracle.oracle_attention(reference):
+        theirs = reference(input_ids=IDS, oracle_keep=KEEP, output_hidden_states=True)
+        (theirs.hidden_states[1] * keep).square().sum().backward()
+    want = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    assert "model.layers.0.mlp.up_proj.weight" in want
+    model, out, loss, _, _ = forward(output_hidden_states=True)
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    (out.hidden_states[1] * keep).square().sum().backward()
+    got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert relative_error(got, want) < 1e-10
