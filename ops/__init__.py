@@ -8,8 +8,9 @@ would cast them.
 
 On the CPU they run vectorised loops and ATen's CPU kernels; on CUDA ATen's fused kernels, flash
 attention among them, and the Triton kernels of ``triton_kernels.py`` where Triton is installed; on
-any other device plain ATen calls. The code for CUDA is tested on the CPU, with stand-ins for the
-kernels of ATen that exist on CUDA only, and has not been run on a GPU yet.
+any other device plain ATen calls (the strategies ask for one with float64). The code for CUDA is
+tested on the CPU, with stand-ins for the kernels of ATen that exist on CUDA only, and has not been
+run on a GPU yet.
 
 The extension is compiled on first use (see ``extension.py``).
 """
@@ -142,7 +143,7 @@ def linear_cross_entropy(
 
 
 def check_targets(targets: Tensor, vocabulary: int) -> None:
-    """Refuse targets outside [0, vocabulary) but -100. On a GPU the kernel's own assert does."""
+    """Refuse targets outside [0, vocabulary) but -100. On a GPU a kernel's own assert does."""
     if targets.device.type != "cpu":
         return
     wrong = torch.logical_and(targets != -100, (targets < 0) | (targets >= vocabulary))

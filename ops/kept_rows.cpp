@@ -4,6 +4,17 @@
 #include "common.h"
 
 namespace collider {
+namespace {
+
+// Row numbers as an int64 tensor. From pinned memory, so that the host does not wait for what a GPU still does.
+Tensor on_device(const std::vector<int64_t>& numbers, const at::Device& device) {
+  const auto options = at::TensorOptions().dtype(at::kLong).pinned_memory(device.is_cuda());
+  auto host = at::empty({static_cast<int64_t>(numbers.size())}, options);
+  std::copy(numbers.begin(), numbers.end(), host.mutable_data_ptr<int64_t>());
+  return host.to(device, /*non_blocking=*/true);
+}
+
+} // namespace
 
 KeptRows::KeptRows(std::vector<int64_t> starts_S1) : starts(std::move(starts_S1)) {
   TORCH_CHECK(starts.size() >= 2 && starts.front() == 0, "segments must start at row 0 and end at N");
@@ -28,8 +39,8 @@ void KeptRows::set(const Tensor& keep_N, const at::Device& device) {
     kept_starts.push_back(static_cast<int64_t>(rows_host.size()));
     dropped_starts.push_back(static_cast<int64_t>(dropped_host.size()));
   }
-  rows_K = at::tensor(rows_host, at::kLong).to(device);
-  dropped_M = at::tensor(dropped_host, at::kLong).to(device);
+  rows_K = on_device(rows_host, device);
+  dropped_M = on_device(dropped_host, device);
   sights_ = {};
   filtered_ = !dropped_host.empty(); // all rows kept: the plain dense backward, without a gather
 }
@@ -50,9 +61,9 @@ const Sight& KeptRows::sight(Keys keys, const at::Device& device) const {
     }
     sight.longest = std::max(sight.longest, query_starts[s + 1] - query_starts[s]);
   }
-  sight.first_Q = at::tensor(sight.first, at::kLong).to(device);
-  sight.last_Q = at::tensor(sight.last, at::kLong).to(device);
-  sight.starts_S1 = at::tensor(query_starts, at::kLong).to(at::kInt).to(device);
+  sight.first_Q = on_device(sight.first, device);
+  sight.last_Q = on_device(sight.last, device);
+  sight.starts_S1 = on_device(query_starts, device).to(at::kInt);
   cached = std::move(sight);
   return *cached;
 }

@@ -27,7 +27,9 @@ void reduce_logits(const Tensor& logits_nV, const Tensor& targets_n, Tensor lse_
   if (!loops_apply(rows, {logits_nV})) {
     const auto wide = logits_nV.to(lse_n.scalar_type());
     lse_n.copy_(wide.logsumexp(-1));
-    target_logit_n.copy_(wide.gather(1, targets_n.clamp_min(0).unsqueeze(1)).squeeze(1));
+    // -100 alone stands for no target: gather's own check refuses every other number outside the vocabulary.
+    const auto index_n = targets_n.masked_fill(targets_n == kNoTarget, 0);
+    target_logit_n.copy_(wide.gather(1, index_n.unsqueeze(1)).squeeze(1));
     return;
   }
   const int64_t vocabulary = logits_nV.size(1);

@@ -14,7 +14,9 @@ V sigma(const V& gate) {
   return V(1) / (V(1) + gate.neg().exp_u20());
 }
 
-// silu(gate) * up
+// silu(g) u. A lambda, not a function: the loops over it inline it.
+constexpr auto swiglu = [](const auto& gate, const auto& up) { return gate * sigma(gate) * up; };
+
 Tensor activation(const Tensor& gate_NF, const Tensor& up_NF, const KeptRows& rows) {
   if (!loops_apply(rows, {gate_NF, up_NF})) {
     return at::silu(gate_NF).mul_(up_NF);
@@ -22,13 +24,11 @@ Tensor activation(const Tensor& gate_NF, const Tensor& up_NF, const KeptRows& ro
   auto act_NF = at::empty_like(gate_NF);
   const int64_t width = gate_NF.size(1);
   COLLIDER_DISPATCH(gate_NF.scalar_type(), [&] {
-    using V = Vec<scalar_t>;
     const auto *gate = gate_NF.const_data_ptr<scalar_t>(), *up = up_NF.const_data_ptr<scalar_t>();
     auto* act = act_NF.mutable_data_ptr<scalar_t>();
     for_each_row(gate_NF.size(0), width, [&](int64_t n) {
       const int64_t at = n * width;
-      vec::map2<scalar_t>([](const V& g, const V& u) { return g * sigma(g) * u; }, act + at, gate + at,
-                          up + at, width);
+      vec::map2<scalar_t>(swiglu, act + at, gate + at, up + at, width);
     });
   });
   return act_NF;
@@ -65,8 +65,7 @@ ActivationGrads activation_backward(const Tensor& grad_KF, const Tensor& gate_NF
     for_each_row(grad_KF.size(0), width, [&](int64_t k) {
       const int64_t at = k * width;
       const auto *gate_k = gate + row(k) * width, *up_k = up + row(k) * width;
-      vec::map2<scalar_t>([](const V& g, const V& u) { return g * sigma(g) * u; }, act + at, gate_k, up_k,
-                          width);
+      vec::map2<scalar_t>(swiglu, act + at, gate_k, up_k, width);
       vec::map2<scalar_t>([](const V& dy, const V& g) { return dy * g * sigma(g); }, grad_up + at, grad + at,
                           gate_k, width);
       vec::map3<scalar_t>(

@@ -83,6 +83,17 @@ def test_documents_of_several_lengths(path, on):
     assert relative_error(got, want) < 1e-10
 
 
+def test_a_target_outside_the_vocabulary_stops_the_kernel():
+    """A GPU's targets are not looked at beforehand, which would wait for it: gather refuses."""
+    rows = ops.kept_rows([0, 3])
+    rows.forced_path = ops.load().Path.aten
+    hidden, weight = torch.randn(1, 3, 4), torch.randn(5, 4)
+    for wrong in (-1, -101, 5):
+        targets = torch.tensor([[0, -100, wrong]])
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            ops.load().linear_cross_entropy(hidden, weight, None, targets, rows)
+
+
 def test_the_fused_path_calls_the_fused_kernels(on):
     context = on("fused")
     grads("llama", KEEPS["random"], context)
