@@ -74,7 +74,8 @@ def binary_path() -> Path:
 def build(verbose: bool = False) -> Path:
     """Compile the extension unless the cache already holds it.
 
-    Safe when several ranks call it at once: one compiles, the others wait for it.
+    Safe when several ranks call it at once: one compiles, the others wait for it. A process that
+    has loaded it keeps what it loaded, also when the sources have changed since.
 
     Returns:
         Path of the shared object.
@@ -82,7 +83,8 @@ def build(verbose: bool = False) -> Path:
     Raises:
         RuntimeError: no C++ compiler, or the compiler failed; says what to do.
     """
-    binary = binary_path()
+    loaded = sys.modules.get(NAME)
+    binary = binary_path() if loaded is None else Path(str(loaded.__file__))
     if binary.exists():
         return binary
     binary.parent.parent.mkdir(parents=True, exist_ok=True)

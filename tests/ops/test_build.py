@@ -54,6 +54,15 @@ def test_ranks_that_start_at_once_build_once(sources, tmp_path):
     assert again.communicate(timeout=120)[0].strip() == "42"
 
 
+def test_a_process_keeps_what_it_has_loaded(monkeypatch, tmp_path):
+    """A long run calls build() again for each of its parts: edited sources must not stop it."""
+    loaded = Path(extension.load().__file__)
+    edited = tmp_path / "linear.cpp"
+    edited.write_text("this is no C++")
+    monkeypatch.setattr(extension, "source_files", lambda: [edited])
+    assert extension.build() == loaded and extension.load().__file__ == str(loaded)
+
+
 def test_no_compiler_says_what_to_install(sources, tmp_path):
     rank = start(sources, tmp_path / "cache", CXX="no-such-compiler")
     _, err = rank.communicate(timeout=120)
