@@ -19,7 +19,7 @@ from lightning_collider.filtering.selectors import NO_TARGET, shift_labels
 from lightning_collider.filtering.state import FilterState, mark
 from lightning_collider.filtering.token_filter import TokenFilter
 from lightning_collider.nn.layer import FilteredLayer, attentions, why_dense
-from lightning_collider.nn.segments import segment_starts, separate_documents
+from lightning_collider.nn.segments import predicted_by_tokens, segment_starts, separate_documents
 from lightning_collider.nn.swapped import Swapped, bound, why_not_plain
 
 
@@ -66,6 +66,8 @@ class FilteredCausalLM(Swapped):
     ) -> Any:
         """Hugging Face's forward, with three arguments more.
 
+        In training a padding position predicts nothing, whatever its label says.
+
         Args:
             keep: bool (B, T), the rows that stay in the backward; instead of a selector.
             reference_losses: float (B, T) for the strategy's selector, stored beforehand.
@@ -107,6 +109,7 @@ class FilteredCausalLM(Swapped):
             logits = self._logits(hidden, state, kwargs["logits_to_keep"])
             return FilteredOutput(logits=logits, hidden_states=outputs.hidden_states, keep=keep)
 
+        labels = predicted_by_tokens(labels, given["attention_mask"])
         losses = self._token_losses(hidden, shift_labels(labels), state)
         state.has_target = shift_labels(labels) != NO_TARGET
         if self.token_filter is not None and keep is None:
@@ -250,7 +253,8 @@ def token_losses(
     Args:
         model: a causal LM, converted (then ``backward_filter`` works on any loss made of the
             result) or not; it may be wrapped by Fabric or DDP.
-        input_ids, labels: int64 (B, T); labels are shifted inside, -100 is ignored.
+        input_ids, labels: int64 (B, T); labels are shifted inside. There is no target at -100, and
+            none at a position that ``attention_mask`` calls padding.
         document_ids: integers (B, T) of packed documents, see ``FilteredCausalLM.forward``.
         inputs: passed to the model.
 
@@ -266,4 +270,5 @@ def token_losses(
     converted = any(isinstance(m, FilteredCausalLM) and m.training for m in model.modules())
     if converted and torch.is_grad_enabled():
         return model(input_ids=input_ids, labels=labels, **inputs).token_losses
+    labels = predicted_by_tokens(labels, inputs.get("attention_mask"))
     return logit_losses(model(input_ids=input_ids, **inputs).logits, shift_labels(labels))

@@ -1,5 +1,6 @@
 """The parts of a model whose backward sees kept rows only: norm, MLP, attention, embedding."""
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,6 +45,9 @@ class FilteredRMSNorm(Swapped):
         )
 
 
+SILUS = (nn.SiLU, SiLUActivation)
+
+
 class FilteredSwigluMLP(Swapped):
     """Gate, up and down projection with SiLU."""
 
@@ -52,9 +56,7 @@ class FilteredSwigluMLP(Swapped):
     LINEARS = ("gate_proj", "up_proj", "down_proj")
 
     def why_dense(self) -> str | None:
-        if not isinstance(self.act_fn, nn.SiLU | SiLUActivation):
-            return f"its activation is {type(self.act_fn).__name__}, not SiLU"
-        return plain_linears(self, self.LINEARS)
+        return plain_activation(self.act_fn, SILUS, "SiLU") or plain_linears(self, self.LINEARS)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.filter_state is None:
@@ -93,9 +95,8 @@ class FilteredGeluMLP(Swapped):
     activation_fn: nn.Module
 
     def why_dense(self) -> str | None:
-        if type(self.activation_fn) not in GELUS:
-            return f"its activation is {type(self.activation_fn).__name__}, not GELU"
-        return plain_linears(self, self.LINEARS)
+        reason = plain_activation(self.activation_fn, GELUS, "GELU")
+        return reason or plain_linears(self, self.LINEARS)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.filter_state is None:
@@ -171,6 +172,16 @@ class FilteredNormedAttention(FilteredAttention):
 
     def head_norms(self) -> tuple[list[Tensor | None], float]:
         return [self.q_norm.weight, self.k_norm.weight], self.q_norm.variance_epsilon
+
+
+def plain_activation(
+    module: nn.Module, kinds: Collection[type[nn.Module]], name: str
+) -> str | None:
+    """Why an MLP's activation is not one that the operator computes, or None."""
+    kind = type(module)
+    if kind not in kinds:
+        return f"its activation is {kind.__name__}, not {name}"
+    return why_not_plain(module, kind, "its activation")
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -47,6 +47,23 @@ def separate_documents(
     return positions, None if labels is None else labels.masked_fill(first, NO_TARGET)
 
 
+def predicted_by_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Labels (B, T) without those that padding would predict: a padding position is no row.
+
+    Hugging Face trains on such labels unless they are -100: the first token behind padding on the
+    left, and padding itself. What it predicts there is of no text.
+
+    Args:
+        attention_mask: (B, T), 1 for tokens and 0 for padding, or None. A mask of another form,
+            which only an unconverted model takes, says nothing of padding.
+    """
+    if attention_mask is None or attention_mask.dim() != 2:
+        return labels
+    labels = labels.clone()
+    labels[:, 1:].masked_fill_(attention_mask[:, :-1].to(labels.device) == 0, NO_TARGET)
+    return labels
+
+
 def segment_starts(
     shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> list[int]:

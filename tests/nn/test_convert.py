@@ -91,6 +91,22 @@ def test_token_losses_of_an_unconverted_model():
     assert (plain - converted).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("convert", [False, True])
+def test_token_losses_are_zero_where_padding_would_predict(convert):
+    model = small_llama().double()
+    model = lc.convert(model) if convert else model
+    ids, labels = batch_of(2, 9, holes=0.0)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[1, 7:] = 0
+    losses = lc.token_losses(model, ids, labels, attention_mask=mask)
+    padding = [(0, 0), (0, 1), (0, 2), (1, 7), (1, 8)]
+    expected = torch.ones(2, 9, dtype=torch.bool)
+    expected[:, -1] = False
+    for place in padding:
+        expected[place] = False
+    assert (losses > 0).equal(expected)
+
+
 def test_copy_and_pickle():
     model = lc.convert(small_llama(layers=1))
     ids, labels = batch_of(1, 5)
@@ -131,6 +147,21 @@ def hook(model):
     return "model.layers.2.mlp", "down_proj has a hook"
 
 
+def activation_hook(model):
+    model.model.layers[2].mlp.act_fn.register_forward_hook(lambda m, args, out: out * 1.5)
+    return "model.layers.2.mlp", "its activation has a hook"
+
+
+class TwiceSiLU(nn.SiLU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def own_activation(model):
+    model.model.layers[0].mlp.act_fn = TwiceSiLU()
+    return "model.layers.0.mlp", "its activation is TwiceSiLU, not SiLU"
+
+
 def head_hook(model):
     model.lm_head.register_forward_hook(lambda m, args, out: out * 1.5)
     return "lm_head", "lm_head has a hook"
@@ -154,11 +185,9 @@ def replaced_forward(model):
 
 # A class or a forward exchanged after conversion is the user's own business: it wraps the swapped
 # one.
-EXTRAS = [
-    (extra, "before")
-    for extra in (adapter, own_forward, hook, head_hook, parametrised, replaced_forward)
-]
-EXTRAS += [(extra, "after") for extra in (adapter, hook, head_hook, parametrised)]
+BOTH = (adapter, hook, activation_hook, own_activation, head_hook, parametrised)
+EXTRAS = [(extra, "before") for extra in (*BOTH, own_forward, replaced_forward)]
+EXTRAS += [(extra, "after") for extra in BOTH]
 
 
 @pytest.mark.parametrize(("extra", "when"), EXTRAS, ids=lambda x: getattr(x, "__name__", x))

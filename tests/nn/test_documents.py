@@ -75,7 +75,7 @@ def test_the_selector_and_its_reference_see_the_documents():
     reference = small_model("llama", seed=5).double()
     module = torch.nn.Module()
     module.model = small_model("llama").double()
-    Filtering(0.5, "excess_loss", reference).attach(module, rank=0)
+    Filtering(0.5, "excess_loss", reference).attach(module, 0, torch.device("cpu"))
     out = module.model(input_ids=ids, labels=labels, document_ids=DOCUMENTS)
     theirs = lc.token_losses(reference.eval(), ids, labels, document_ids=DOCUMENTS)
     _, masked = separate_documents(DOCUMENTS, labels)

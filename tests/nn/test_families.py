@@ -80,15 +80,15 @@ def test_bfloat16_is_as_close_as_hugging_face(family, autocast):
 def test_padding(family, side):
     model = small_model(family)
     reference = float64_reference(model)
-    ids, labels = batch_of(2, 17)
+    ids, labels = batch_of(3, 17)
     mask = torch.ones_like(ids)
-    mask[1, 9:] = 0
+    mask[1, 9:] = mask[2, 4:] = 0
     mask = mask.flip(1) if side == "left" else mask
-    labels = labels.masked_fill(mask == 0, -100)
-    if side == "left":
-        labels[1, 8] = -100  # the row before it is padding
-    keep = random_keep(2, 17)
-    want = lc.oracle.filtered_grads(reference, ids, labels, keep, "sum", attention_mask=mask)
+    keep = random_keep(3, 17)
+    real = labels.clone()
+    real[:, 1:][mask[:, :-1] == 0] = -100  # what padding would predict is no target
+    assert (real != labels).any()
+    want = lc.oracle.filtered_grads(reference, ids, real, keep, "sum", attention_mask=mask)
     model = lc.convert(model.double())
     loss = lc.token_losses(model, ids, labels, attention_mask=mask).sum()
     lc.backward_filter(loss, keep)

@@ -75,8 +75,8 @@ def draw_mask(case: Case, generator: torch.Generator) -> torch.Tensor:
     return torch.full(shape, case.pattern == "all")
 
 
-def draw_layout(case: Case, labels: torch.Tensor, generator: torch.Generator) -> dict:
-    """Inputs beside the ids; padding takes its targets from the labels."""
+def draw_layout(case: Case, generator: torch.Generator) -> dict:
+    """Inputs beside the ids."""
     shape = (case.batch, case.length)
     if case.layout == "plain":
         return {}
@@ -87,9 +87,6 @@ def draw_layout(case: Case, labels: torch.Tensor, generator: torch.Generator) ->
     if case.layout == "document_ids":
         return {"document_ids": (position < cut).expand(shape).long()}
     tokens = position < cut if case.layout == "right" else position >= case.length - cut
-    labels[~tokens] = -100
-    if case.layout == "left":
-        labels[position == case.length - cut] = -100  # predicted from padding
     return {"attention_mask": tokens.expand(shape).long()}
 
 
@@ -97,7 +94,7 @@ def micro_batches(case: Case):
     for i in range(case.micro_batches):
         generator = torch.Generator().manual_seed(case.seed + i)
         ids, labels = batch_of(case.batch, case.length, seed=case.seed + i, holes=case.holes)
-        inputs = draw_layout(case, labels, generator)
+        inputs = draw_layout(case, generator)
         yield ids, labels, draw_mask(case, generator), inputs
 
 
@@ -118,6 +115,8 @@ def oracles(model, case: Case) -> dict[str, torch.Tensor]:
         if "document_ids" in inputs:
             positions, labels = separate_documents(inputs["document_ids"], labels)
             inputs = {"position_ids": positions}
+        if "attention_mask" in inputs:  # what padding would predict is no target
+            labels[:, 1:][inputs["attention_mask"][:, :-1] == 0] = -100
         grads = lc.oracle.filtered_grads(model, ids, labels, keep, "sum", **inputs)
         total = {name: total.get(name, 0) + grad for name, grad in grads.items()}
     return total
