@@ -5,7 +5,7 @@ known. It holds what selection needs over a whole run: selector, reference, frac
 warm-up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -80,9 +80,12 @@ class TokenFilter:
         self.stored: Tensor | None = None  # the batch's reference losses, when the Trainer has them
 
     def bring(self, batch: object) -> None:
-        """Take the reference losses of a batch (a dict) that has some, or whose rows are stored."""
+        """Take the reference losses of a batch that has some, or whose rows are stored.
+
+        A batch is a mapping: a dict, or what the collators of Hugging Face return.
+        """
         self.stored = None
-        if isinstance(batch, dict):
+        if isinstance(batch, Mapping):
             self.stored = batch.get("reference_losses")
             if self.stored is None and self.store is not None and "row" in batch:
                 self.stored = self.store.losses(batch["row"])

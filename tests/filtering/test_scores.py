@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,16 +29,17 @@ def test_few_blocks_are_open_at_once(folder: Path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "block", [np.zeros((1, 3), "float16"), np.zeros((2, 3), "float32")], ids=["shape", "type"]
+    ("rows", "kind", "found"), [(1, "float16", "float16 (1, 3)"), (2, "float32", "float32 (2, 3)")]
 )
-def test_a_block_of_another_kind_is_refused(folder: Path, block):
-    np.save(block_path(folder, 1), block)
-    with pytest.raises(ValueError, match=re.escape(str(block_path(folder, 1)))):
+def test_a_block_of_another_kind_is_refused(folder: Path, rows, kind, found):
+    write_block(folder, 1, torch.zeros(rows, 3), kind)
+    message = f"{block_path(folder, 1)} holds {found}, needed float16 (2, 3)"
+    with pytest.raises(ValueError, match=re.escape(message)):
         ScoreStore(folder).losses([2])
 
 
 def test_a_truncated_block_is_refused(folder: Path):
     path = block_path(folder, 1)
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match=re.escape(str(path))):
+    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged")):
         ScoreStore(folder).losses([2])
