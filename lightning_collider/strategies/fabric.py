@@ -5,23 +5,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, Precision
 from lightning.fabric.strategies import Strategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_collider.strategies.filtering import Filtering, check_precision
-from lightning_collider.strategies.sharding import (
-    check_sharding,
-    check_tensor_parallel,
-    data_parallel_mesh,
-)
+from lightning_collider.filtering.scores import ScoreStore
+from lightning_collider.strategies.filtering import Filtering
+from lightning_collider.strategies.one_or_sharded import OneOrSharded
 
 STEP_KEY = "collider_step"
 
 
-class ColliderStrategy(ModelParallelStrategy):
+class ColliderStrategy(OneOrSharded, ModelParallelStrategy):
     """Trains a Hugging Face causal LM with a filtered backward.
 
     ``fabric.setup`` converts the model (and shards it on several devices), the model's forward
@@ -31,8 +28,11 @@ class ColliderStrategy(ModelParallelStrategy):
     gradients are accumulated. Losses stored beforehand go to the model's forward as
     ``reference_losses``.
 
-    Arguments and errors are those of :class:`lightning_collider.ColliderStrategy`.
+    Arguments and errors are those of :class:`lightning_collider.ColliderStrategy`, but that a
+    ScoreStore is no ``reference``: Fabric shows a strategy no batch.
     """
+
+    one_device, several = Strategy, ModelParallelStrategy
 
     def __init__(
         self,
@@ -50,13 +50,12 @@ class ColliderStrategy(ModelParallelStrategy):
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        check_tensor_parallel(tensor_parallel_size)
-        check_sharding(sharding)
-        super().__init__(parallelize_fn=self._shard, tensor_parallel_size=1, **kwargs)
-        self.sharding = sharding
-        self.mp_policy = mp_policy
-        self.cpu_offload = cpu_offload
-        self.filtering = Filtering(
+        if isinstance(reference, ScoreStore):
+            raise ValueError(
+                "Fabric shows a strategy no batch: leave reference out, and pass the model's "
+                'forward reference_losses=store.losses(batch["row"])'
+            )
+        filtering = Filtering(
             keep,
             selector,
             reference,
@@ -66,35 +65,22 @@ class ColliderStrategy(ModelParallelStrategy):
             threshold=threshold,
             seed=seed,
         )
+        layout = (sharding, mp_policy, cpu_offload, tensor_parallel_size)
+        super().__init__(filtering, *layout, parallelize_fn=self._shard, **kwargs)
         self._steps = 0
         self._module: nn.Module | None = None
 
     @property
-    def _n_devices(self) -> int:
-        return self.num_processes * self.num_nodes
-
-    @property
-    def _sharded(self) -> bool:
-        return self._n_devices > 1
-
-    def _configure_launcher(self) -> None:
-        if self._sharded:
-            super()._configure_launcher()
-
-    def setup_environment(self) -> None:
-        check_precision(str(self.precision.precision))
-        self._data_parallel_size = self._n_devices
-        super().setup_environment()
+    def precision_plugin(self) -> Precision:
+        """The Trainer's name for ``precision``."""
+        return self.precision
 
     def _shard(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        mesh = data_parallel_mesh(device_mesh, self.sharding, self.num_nodes, self.num_processes)
-        self.filtering.shard(module, mesh, self.mp_policy, self.cpu_offload)
+        self.shard(module)
         return module
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        self.filtering.attach(module, self.global_rank)
-        self.filtering.report(module)
-        self.filtering.to(self.root_device)
+        self.filtering.attach(module, self.global_rank, self.root_device)
         if self._sharded:
             module.to(self.root_device)
             module = super().setup_module(module)
@@ -155,21 +141,15 @@ class ColliderStrategy(ModelParallelStrategy):
 
     def _normalise(self) -> None:
         assert self._module is not None
-        group = self.device_mesh["data_parallel"].get_group() if self._sharded else None
-        self.filtering.normalise(self._module.parameters(), group)
-
-    # One device saves and loads as any single-device strategy does.
-
-    def _base(self) -> type[Strategy]:
-        return ModelParallelStrategy if self._sharded else Strategy
+        self.filtering.normalise(self._module.parameters(), self.data_parallel_group())
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        return self._base().checkpoint_io.fget(self)  # type: ignore[attr-defined]
+        return self._base().checkpoint_io.fget(self)
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._base().checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
+        self._base().checkpoint_io.fset(self, io)
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None

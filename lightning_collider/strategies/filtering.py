@@ -70,12 +70,15 @@ class Filtering:
         token_filter = TokenFilter(selector or "top_loss", keep, reference, **choices)
         if selector is not None:
             self.token_filter = token_filter
-        self._warn_without_effect(keep, selector, reference)
+        self._warn_without_effect(keep, selector, reference, choices)
         self._kept: list[Tensor] = []  # kept rows of each micro-batch since the last step
         self._plain = False  # whether one came from no converted model
         self._warned = False
 
-    def _warn_without_effect(self, keep: float, selector: Any, reference: Any) -> None:
+    def _warn_without_effect(
+        self, keep: float, selector: Any, reference: Any, choices: dict[str, Any]
+    ) -> None:
+        of_a_share = (keep, choices.get("keep_warmup_steps", 0), choices.get("over", "batch"))
         if selector is None and (keep < 1.0 or reference is not None):
             warnings.warn(
                 "keep and reference have no effect without a selector: the backward is dense until "
@@ -86,16 +89,38 @@ class Filtering:
             warnings.warn(f"selector={selector!r} does not use the reference model", stacklevel=4)
         elif selector in ("excess_loss", "top_loss", "random") and keep == 1.0:
             warnings.warn("keep=1.0 keeps every token: nothing is filtered", stacklevel=4)
+        elif (callable(selector) or selector == "threshold") and of_a_share != (1.0, 0, "batch"):
+            warnings.warn(
+                "keep, keep_warmup_steps and over have no effect: this selector decides by itself "
+                "how many tokens it keeps",
+                stacklevel=4,
+            )
 
-    def attach(self, module: nn.Module, rank: int) -> None:
-        """Convert the causal LM inside a module and bind the selector to it.
+    def attach(self, module: nn.Module, rank: int, device: torch.device) -> None:
+        """Convert the causal LM inside a module, bind the selector to it, and say so.
 
         A model that is in eval mode as a whole, as ``from_pretrained`` leaves it and the Trainer
         keeps it, is put in train mode: in eval mode nothing would be filtered.
 
+        Args:
+            rank: of this process.
+            device: where it computes; the reference model is moved there.
+
         Raises:
-            ValueError: no causal LM, several with a selector, or a reference that does not fit.
+            ValueError: no causal LM, several with a selector, a reference that does not fit, or a
+                device without float64.
         """
+        if device.type == "mps":
+            raise ValueError(
+                "lightning-collider does not run on Apple's GPU, which has no float64: use "
+                "accelerator='cpu'"
+            )
+        self._convert(module, rank)
+        self._report(module)
+        if self.reference is not None:
+            self.reference.to(device)
+
+    def _convert(self, module: nn.Module, rank: int) -> None:
         models = trainable_causal_lms(module)
         if not models:
             raise ValueError(
@@ -109,6 +134,8 @@ class Filtering:
         if self.token_filter is None:
             for model in models:
                 convert(model, self.engine)
+                assert isinstance(model, FilteredCausalLM)
+                model.token_filter = None  # an earlier strategy's would go on choosing
             return
         if len(models) > 1:
             raise ValueError(
@@ -124,7 +151,7 @@ class Filtering:
         assert isinstance(model, FilteredCausalLM)
         model.token_filter = self.token_filter
 
-    def report(self, module: nn.Module) -> None:
+    def _report(self, module: nn.Module) -> None:
         """Say in one line what is filtered, and warn where much of the backward stays dense."""
         found = coverage(module)
         rank_zero_info(f"lightning-collider: {found.summary()}")
@@ -133,11 +160,6 @@ class Filtering:
                 f"only {found.share:.0%} of the linear layers' backward FLOPs are filtered; "
                 f"print(lightning_collider.coverage(model)) says why"
             )
-
-    def to(self, device: torch.device) -> None:
-        """Move the reference model."""
-        if self.reference is not None:
-            self.reference.to(device)
 
     @property
     def reference(self) -> nn.Module | None:

@@ -14,12 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_collider.filtering.scores import ScoreStore
-from lightning_collider.strategies.filtering import Filtering, check_precision
-from lightning_collider.strategies.sharding import (
-    check_sharding,
-    check_tensor_parallel,
-    data_parallel_mesh,
-)
+from lightning_collider.strategies.filtering import Filtering
+from lightning_collider.strategies.one_or_sharded import OneOrSharded
 
 
 class FilteredSteps(ParallelStrategy):
@@ -30,9 +26,7 @@ class FilteredSteps(ParallelStrategy):
     def attach(self) -> None:
         """Convert the LightningModule's causal LM and move its reference, before any sharding."""
         assert self.lightning_module is not None
-        self.filtering.attach(self.lightning_module, self.global_rank)
-        self.filtering.report(self.lightning_module)
-        self.filtering.to(self.root_device)
+        self.filtering.attach(self.lightning_module, self.global_rank, self.root_device)
 
     def data_parallel_group(self) -> Any:
         """Process group of all ranks, or None for one device."""
@@ -63,11 +57,25 @@ class FilteredSteps(ParallelStrategy):
         def closure_then_normalise() -> Any:
             # After the window's last backward, before Lightning clips and calls its hooks.
             result = closure()
-            assert self.model is not None
-            self.filtering.normalise(self.model.parameters(), self.data_parallel_group())
+            self._normalise()
             return result
 
         return super().optimizer_step(optimizer, closure_then_normalise, model, **kwargs)
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+
+        def normalise_then_clip(*args: Any, **kwargs: Any) -> None:
+            # In manual optimisation the user clips before the optimizer's step.
+            self._normalise()
+            type(plugin).clip_gradients(plugin, *args, **kwargs)
+
+        plugin.clip_gradients = normalise_then_clip  # type: ignore[method-assign]
+
+    def _normalise(self) -> None:
+        assert self.model is not None
+        self.filtering.normalise(self.model.parameters(), self.data_parallel_group())
 
     @property
     def _trainer(self) -> Any:
@@ -75,14 +83,14 @@ class FilteredSteps(ParallelStrategy):
         return self.lightning_module.trainer
 
 
-class ColliderStrategy(FilteredSteps, ModelParallelStrategy):
+class ColliderStrategy(OneOrSharded, FilteredSteps, ModelParallelStrategy):
     """Trains the Hugging Face causal LM of a LightningModule with a filtered backward.
 
     The LightningModule stays as it is: it calls its model with labels and returns the loss. The
     strategy converts the model, shards it on several devices (FSDP2, each decoder layer), lets the
     selector choose the rows that stay in the backward, and takes the mean over the kept rows of all
-    ranks and micro-batches of an optimizer step. Losses stored beforehand are read from
-    ``batch["reference_losses"]``.
+    ranks and micro-batches of an optimizer step; so in manual optimisation each micro-batch's loss
+    is passed undivided. Losses stored beforehand are read from ``batch["reference_losses"]``.
 
     Args:
         keep: fraction of the tokens with a target that stays in the backward, in (0, 1].
@@ -111,6 +119,7 @@ class ColliderStrategy(FilteredSteps, ModelParallelStrategy):
 
     # Its own list: the base's would make this name count as FSDP, which the CPU refuses.
     _registered_strategies: list[str] = []  # noqa: RUF012
+    one_device, several = Strategy, ModelParallelStrategy
 
     def __init__(
         self,
@@ -128,13 +137,7 @@ class ColliderStrategy(FilteredSteps, ModelParallelStrategy):
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        check_tensor_parallel(tensor_parallel_size)
-        check_sharding(sharding)
-        super().__init__(tensor_parallel_size=1, **kwargs)
-        self.sharding = sharding
-        self.mp_policy = mp_policy
-        self.cpu_offload = cpu_offload
-        self.filtering = Filtering(
+        filtering = Filtering(
             keep,
             selector,
             reference,
@@ -144,26 +147,11 @@ class ColliderStrategy(FilteredSteps, ModelParallelStrategy):
             threshold=threshold,
             seed=seed,
         )
+        layout = (sharding, mp_policy, cpu_offload, tensor_parallel_size)
+        super().__init__(filtering, *layout, **kwargs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(for lightning.pytorch, not pytorch_lightning)"
-
-    @property
-    def _n_devices(self) -> int:
-        return self.num_processes * self.num_nodes
-
-    @property
-    def _sharded(self) -> bool:
-        return self._n_devices > 1
-
-    def _configure_launcher(self) -> None:
-        if self._sharded:
-            super()._configure_launcher()
-
-    def setup_environment(self) -> None:
-        check_precision(str(self.precision_plugin.precision))
-        self._data_parallel_size = self._n_devices  # the base's "auto" would count nodes only
-        super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
         """The base's order, without asking for a ``configure_model``; convert, cast, then shard."""
@@ -175,10 +163,7 @@ class ColliderStrategy(FilteredSteps, ModelParallelStrategy):
         self.model_to_device()
         already_sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         if self._sharded and not already_sharded:
-            mesh = data_parallel_mesh(
-                self.device_mesh, self.sharding, self.num_nodes, self.num_processes
-            )
-            self.filtering.shard(self.model, mesh, self.mp_policy, self.cpu_offload)
+            self.shard(self.model)
         if not self._sharded:
             # One device needs no distributed sampler; Lightning's would shuffle an ordered loader.
             trainer._accelerator_connector.use_distributed_sampler = False
@@ -188,14 +173,6 @@ class ColliderStrategy(FilteredSteps, ModelParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
-
-    def data_parallel_group(self) -> Any:
-        return self.device_mesh["data_parallel"].get_group() if self._sharded else None
-
-    # One device saves and loads as any single-device strategy does.
-
-    def _base(self) -> type[Strategy]:
-        return ModelParallelStrategy if self._sharded else Strategy
 
     @property
     def lightning_restore_optimizer(self) -> bool:

@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, Subset
 
 import lightning_collider as lc
@@ -176,6 +177,45 @@ def test_gradient_clipping_by_norm_sees_the_normalised_gradient():
     assert change.item() == pytest.approx(LR * 1e-3, rel=1e-4)
 
 
+class Manual(UsersModule):
+    """Manual optimisation, as Lightning's documentation shows it: backward, clip, step."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=1e3)
+            self.norm = torch.stack([p.grad.norm() for p in self.parameters()]).norm().item()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_manual_optimisation_clips_the_normalised_gradient():
+    """A mean of two micro-batches is far below the bound; the sum over their rows is above it."""
+    module = Manual()
+    start = copy.deepcopy(module.model)
+    fit(module, "collider", loader(2), max_steps=1)
+    want = steps_by_hand(start, Batches(2).items, keep_everything, window=2)
+    assert relative_error(weights(module), want) < 1e-8
+    assert module.norm < 1e2
+
+
+def test_a_later_strategy_without_a_selector_is_dense():
+    module = UsersModule()
+    fit(module, lc.ColliderStrategy(keep=0.6, selector="top_loss"), loader(1), max_steps=1)
+    start = copy.deepcopy(module.model)
+    assert start.token_filter is not None
+    fit(module, "collider", loader(3), max_steps=3)
+    plain = small_llama(layers=2).double()
+    plain.load_state_dict(start.state_dict())
+    want = steps_by_hand(plain, Batches(3).items, keep_everything, window=1)
+    assert relative_error(weights(module), want) < 1e-8
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_precisions(precision):
     reference = small_llama(seed=9, layers=2)
@@ -261,11 +301,22 @@ def test_settings_are_checked(settings, message):
         ({"keep": 0.6}, "no effect without a selector"),
         ({"selector": "top_loss"}, "keep=1.0"),
         ({"selector": "random", "keep": 0.5, "reference": small_llama(layers=1)}, "does not use"),
+        ({"selector": "threshold", "threshold": 1.0, "keep": 0.5}, "decides by itself"),
+        ({"selector": keep_everything, "over": "sequence"}, "decides by itself"),
     ],
 )
 def test_settings_without_effect_warn(settings, message):
     with pytest.warns(UserWarning, match=message):
         lc.ColliderStrategy(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"cpu_offload": True}, {"mp_policy": MixedPrecisionPolicy()}])
+def test_settings_of_fsdp2_warn_on_one_device(settings):
+    with pytest.warns(UserWarning, match="one device is not sharded"):
+        fit(UsersModule(), lc.ColliderStrategy(**settings), loader(1), 1)
+    with pytest.warns(UserWarning, match="one device is not sharded"):
+        strategy = lc.fabric.ColliderStrategy(**settings)
+        L.Fabric(accelerator="cpu", devices=1, strategy=strategy).launch()
 
 
 def test_start_up_says_what_is_filtered_and_warns_where_it_is_little(caplog):
