@@ -1,10 +1,13 @@
 # make run    the main job: filtered training of a small Llama on real text, beside a regular run
 # make test   style, types and tests
-# Both make .venv on first use. PYTHON picks the interpreter, TORCH the build of torch.
+# Both make .venv on first use. PYTHON picks the interpreter, TORCH the build of torch, JOBS how many
+# tests run at once.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+# A test computes in one thread. Files stay whole, since the tests of one share what is slow to make.
+JOBS ?= --numprocesses 2 --dist loadfile
 
 .PHONY: run test slow clean
 
@@ -15,7 +18,7 @@ test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest $(JOBS)
 
 slow: .venv/ready
 	$(BIN)/pytest --slow
