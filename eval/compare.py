@@ -7,11 +7,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lightning_collider.eval.harness import SUITES, evaluate
-from lightning_collider.training.files import write_json
+from lightning_collider.eval.harness import SUITES, TASKS, evaluate, find_corpus
+from lightning_collider.eval.output import check_output
+from lightning_collider.training.files import sha256, write_json
 from lightning_collider.training.markdown import markdown_table
 
 PACKAGES = ("lightning-collider", "torch", "transformers", "lm-eval", "datasets")
+ITEMS = ("heldout.jsonl", "heldout.json")  # files of a corpus folder that tasks of ours ask
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tasks", nargs="+", help="names of tasks, ours or lm-eval's")
     parser.add_argument("--corpus", type=Path, metavar="DIR", help="corpus with held-out text")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="files that tasks of ours read")
     parser.add_argument("--batch-size", type=int, help="texts at once (default: automatic)")
     parser.add_argument("--limit", type=int, help="only so many items of each task")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the scores there as well")
@@ -35,17 +38,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Score every checkpoint and print the table."""
-    if args.json is not None and args.json.exists():
-        raise FileExistsError(f"{args.json} exists and is not overwritten: name another file")
+    if args.json is not None:
+        check_output(args.json)
     if args.tasks and args.suite:
         raise ValueError("--suite names tasks, and so does --tasks: give one of them")
     tasks = args.tasks or SUITES[args.suite or "offline"]
     models = [model for path in args.checkpoints for model in models_of(path)]
-    scores: dict[str, dict[str, Any]] = {}
-    for model in models:
-        scores[str(model)] = evaluate(
-            model, tasks, corpus_dir=args.corpus, batch_size=args.batch_size, limit=args.limit
+    if args.corpus is None and not set(tasks).isdisjoint(TASKS):
+        refuse_different_items(models)
+    scores = {
+        str(model): evaluate(
+            model,
+            tasks,
+            corpus_dir=args.corpus,
+            batch_size=args.batch_size,
+            limit=args.limit,
+            data_dir=args.data,
         )
+        for model in models
+    }
     print(to_markdown(scores))
     if args.json is not None:
         write_json(args.json, {"tasks": list(tasks), **where(), "checkpoints": scores})
@@ -54,6 +65,25 @@ def main(args: argparse.Namespace) -> None:
 def models_of(path: Path) -> list[Path]:
     """What a path means: itself, or the arms of a comparison's folder."""
     return sorted(arm.parent for arm in path.glob("arms/*/model")) or [path]
+
+
+def refuse_different_items(models: list[Path]) -> None:
+    """Raise ValueError unless all models lie beside corpora with the same held-out text, or none.
+
+    Scores on different items, side by side, would be taken for a difference of the models.
+    """
+    corpora = {model: find_corpus(model) for model in models}
+    items = {
+        corpus: None if corpus is None else [sha256(corpus / name) for name in ITEMS]
+        for corpus in corpora.values()
+    }
+    first = items[corpora[models[0]]]
+    if any(found != first for found in items.values()):
+        asked = (f"{model}: {corpus or 'generated items'}" for model, corpus in corpora.items())
+        raise ValueError(
+            "these models would be asked different items, so name a corpus for all with --corpus "
+            f"({'; '.join(asked)})"
+        )
 
 
 def where() -> dict[str, Any]:

@@ -9,7 +9,6 @@ without our filter, and dropping rows from the head alone.
 
 import argparse
 import copy
-import json
 import os
 import platform
 import statistics
@@ -22,8 +21,10 @@ import torch
 
 import lightning_collider as lc
 from lightning_collider.eval.memory import peak_bytes
+from lightning_collider.eval.output import check_output
 from lightning_collider.eval.shapes import SHAPES
 from lightning_collider.eval.steps import Forward, Steps, selection_share
+from lightning_collider.training.files import write_json
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MIN_ROUNDS = 7
@@ -43,11 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alternatives", action="store_true", help="time what users would take else, too"
     )
-    parser.add_argument("--json", type=Path, help="write the result here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there, too")
 
 
 def main(args: argparse.Namespace) -> None:
     """Run the bench and print its table."""
+    if args.json is not None:
+        check_output(args.json)
     result = bench(
         args.shape,
         args.layers,
@@ -61,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
     )
     print(table(result))
     if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(args.json, result)
 
 
 def bench(

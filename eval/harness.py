@@ -64,18 +64,19 @@ def evaluate(
 
     Raises:
         FileNotFoundError: no checkpoint there.
-        ValueError: an unknown task.
+        ValueError: an unknown task, or no `data_dir` where a task needs one.
         ConnectionError: the data of a task cannot be had from the hub.
     """
     checkpoint = Path(checkpoint)
     if not tasks:
         raise ValueError(f"no tasks given; ours are: {', '.join(TASKS)}")
+    data = find_data(tasks, data_dir)
     model, tokenizer = open_model(checkpoint)
     corpus = find_corpus(checkpoint) if corpus_dir is None else Path(corpus_dir)
     if corpus is not None and not (corpus / "heldout.json").is_file():
         raise FileNotFoundError(f"{corpus} is no corpus folder (no heldout.json in it)")
     with logger_level("lm_eval", logging.ERROR):
-        loaded = load_tasks(list(tasks), {"corpus_dir": corpus, "data_dir": data_dir})
+        loaded = load_tasks(list(tasks), {"corpus_dir": corpus, "data_dir": data})
         return _score(model, tokenizer, list(tasks), loaded, batch_size, limit)
 
 
@@ -101,6 +102,20 @@ def find_corpus(checkpoint: Path) -> Path | None:
     return None
 
 
+def find_data(tasks: list[str] | tuple[str, ...], data_dir: str | Path | None) -> Path | None:
+    """The folder of the files that some tasks read.
+
+    Raises ValueError when one of `tasks` reads files and no folder is given, FileNotFoundError for
+    one that is none.
+    """
+    needed = sorted(set(tasks) & set(FILE_TASKS))
+    if needed and data_dir is None:
+        raise ValueError(f"{', '.join(needed)}: name the folder of their files with --data DIR")
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise FileNotFoundError(f"no folder {data_dir}: correct --data")
+    return None if data_dir is None else Path(data_dir)
+
+
 def load_tasks(tasks: list[str], places: dict[str, Any]) -> Any:
     """lm-eval's task objects; `places` go to the functions of ours that give their items.
 
@@ -124,7 +139,8 @@ def load_tasks(tasks: list[str], places: dict[str, Any]) -> Any:
         return manager.load(tasks)
     except OSError as error:
         if not theirs:
-            raise
+            names = ", ".join(tasks)
+            raise FileNotFoundError(f"the items of {names} cannot be read: {error}") from error
         raise ConnectionError(
             f"the data of {', '.join(theirs)} cannot be had from the hub "
             f"({error}). `--suite offline` needs no network"

@@ -3,9 +3,9 @@
     python -m lightning_collider.eval.superposition
 
 trains some 35 models of 4.3 million parameters, one after the other (under two hours on one core),
-prints a table and draws a figure. Each run adds a line to eval/results/superposition.jsonl; the
-command, killed and started again, skips what is there. `--report` only prints and draws, and
-`--quick` is a rehearsal of half a minute.
+prints a table and draws a figure. Each run adds a line to a file of results; the command, killed
+and started again, skips what is there, and refuses a file of runs on other text, such as that of
+another Python. `--report` only prints and draws, and `--quick` is a rehearsal of half a minute.
 
 What is compared is the next-token loss on held-out files, in float32, after the same number of
 optimizer steps of as many positions. In this order:
@@ -132,12 +132,26 @@ class Ledger:
     """The file of results: one JSON line a run, found again by all of its settings."""
 
     def __init__(self, path: Path, scale: Scale) -> None:
-        self.path, self.scale = path, scale
+        self.path, self.scale, self.text = path, scale, ""
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self.done: dict[str, dict[str, Any]] = {}
         for line in lines:
             entry = json.loads(line)
             self.done[json.dumps(entry["settings"], sort_keys=True)] = entry
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """The lines that are of this scale."""
+        return [entry for entry in self.done.values() if same_scale(entry, self.scale)]
+
+    def measured_on(self, text: str) -> None:
+        """Take lines for runs on text of this SHA-256. Raises ValueError where one has other."""
+        if any(entry.get("text") != text for entry in self.entries):
+            raise ValueError(
+                f"{self.path} has runs on other text, whose losses do not compare with new ones: "
+                "name another file with --results, or print these with --report"
+            )
+        self.text = text
 
     def key(self, run: Run) -> str:
         """Equal for equal settings."""
@@ -145,7 +159,8 @@ class Ledger:
 
     def add(self, run: Run, stage: str, result: dict[str, Any]) -> None:
         """Write a finished run down."""
-        entry = {"stage": stage, "settings": key_of(self.scale, run), **result, **where()}
+        about = {"stage": stage, "settings": key_of(self.scale, run), "text": self.text}
+        entry = {**about, **result, **where()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
@@ -168,6 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     ledger = Ledger(given.results, scale)
     if not given.report:
         text = load_text(scale, given.work / ("quick" if given.quick else "full"))
+        ledger.measured_on(text.sha256())
 
         def measure(run: Run, stage: str) -> float:
             if ledger.key(run) not in ledger.done:
@@ -178,9 +194,8 @@ def main(arguments: list[str] | None = None) -> None:
             return ledger.done[ledger.key(run)]["heldout_loss"]
 
         carry_out(plan, measure, given.longer)
-    entries = [e for e in ledger.done.values() if same_scale(e, scale)]
-    print(table(entries, plan.steps))
-    draw(entries, plan.steps, given.figure)
+    print(table(ledger.entries, plan.steps))
+    draw(ledger.entries, plan.steps, given.figure)
 
 
 def same_scale(entry: dict[str, Any], scale: Scale) -> bool:

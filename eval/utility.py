@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_collider.eval import utility_smollm2
 from lightning_collider.eval.compare import where
-from lightning_collider.eval.utility_tables import small_numbers, to_markdown
+from lightning_collider.eval.utility_tables import EVERY_SEED, small_numbers, to_markdown
 from lightning_collider.report.read import read_run
 from lightning_collider.report.write import write_report
 from lightning_collider.training.config import Recipe, load_comparison
@@ -24,7 +24,6 @@ from lightning_collider.training.files import write_json, write_text
 from lightning_collider.training.run import run_recipe
 
 SEEDS = (0, 1, 2)
-EVERY_SEED = ("regular", "filtered", "random", "top_loss")  # the other arms: the first seed only
 QUICK = [
     "train.steps=120",
     "train.warmup_steps=15",
@@ -61,11 +60,10 @@ def collect(out: Path) -> dict[str, Any]:
     """Numbers of the finished runs in a folder; writes them and their tables there."""
     folders = [out / f"seed{seed}" for seed in SEEDS]
     folders = [folder for folder in folders if (folder / "results.json").is_file()]
-    large = out / "smollm2" / "results.json"
     results = {
         **where(),
         "small": [number for f in folders for number in small_numbers(read_run(f), f)],
-        "smollm2": utility_smollm2.read(large),
+        "smollm2": utility_smollm2.collect(out / "smollm2"),
     }
     write_json(out / "utility.json", results)
     write_text(out / "utility.md", to_markdown(results))

@@ -6,10 +6,12 @@ and BLiMP: does the target improve, and is general ability kept?
 
     DIR/data/*.jsonl                  the two halves
     DIR/reference/, regular/, ...     training runs, see training/pretrain.py; NAME.eval.json
+    DIR/precision.json                in which all of them train: the faster one, timed once
     DIR/results.json                  numbers of those that are done
 """
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ ARMS = {
     "filtered": ["filter.selector=excess_loss", "filter.keep=0.6"],
     "random": ["filter.selector=random", "filter.keep=0.6"],
 }
+RUNS = ("reference", *ARMS)
+TIMINGS = 20  # the quickest of so many products counts
 SHARED = [
     "data.sequence_length=256",
     "trainer.batch_tokens=2048",
@@ -50,7 +54,8 @@ def run(out: Path, data: Path, quick: bool) -> None:
     """Do what is left to do: the reference, the runs, their scores and the base model's."""
     halves = split(data / "gsm8k_train.jsonl", out / "data")
     steps = STEPS[quick]
-    reference = recipe_of("reference", out, halves["reference"], None, steps // 2, [])
+    plain = ARMS["regular"]
+    reference = recipe_of("reference", out, halves["reference"], None, steps // 2, plain)
     run_training(reference)
     assert reference.model.weights is not None
     score(Path(local_weights(reference.model.weights)), out, "base", data, quick)
@@ -83,7 +88,7 @@ def recipe_of(
         f"name={name}",
         f"data.folder={out / 'tokens' / target.stem}",
         f"trainer.max_steps={steps}",
-        f"trainer.precision={'bf16-mixed' if fast_bfloat16() else '32-true'}",
+        f"trainer.precision={precision_of(out, name)}",
         f"data.sources.gsm8k.path={target}",
         f"data.sources.gsm8k.template={template}",
     ]
@@ -92,19 +97,39 @@ def recipe_of(
     else:
         given += [f"data.sources.general.path={data / 'wikitext2_valid.txt'}"]
         given += ["data.sources.general.max_documents=null", "data.sources.general.weight=1.0"]
-    return load_training("smollm2-135m", [*SHARED, *given, *(keys or ARMS["regular"])])
+    return load_training("smollm2-135m", [*SHARED, *given, *keys])
 
 
-def fast_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 matrices no slower than float32 ones."""
-    seconds = {}
-    for kind in (torch.float32, torch.bfloat16):
-        x = torch.ones(256, 256, dtype=kind)
-        x @ x
-        start = time.perf_counter()
-        x @ x
-        seconds[kind] = time.perf_counter() - start
-    return seconds[torch.bfloat16] <= seconds[torch.float32]
+def precision_of(out: Path, name: str) -> str:
+    """The trainer.precision of a run: its own once it has begun, else what precision.json says.
+
+    A folder without that file gets it: from the runs that are there, or else from a timing.
+    """
+    recipe, file = out / name / "recipe.yaml", out / "precision.json"
+    if recipe.is_file():
+        return load_training(str(recipe)).trainer.precision
+    if not file.is_file():
+        begun = begun_in(out)
+        chosen = precision_of(out, begun[0]) if begun else quicker_precision()
+        write_json(file, {"precision": chosen})
+    return read_json(file)["precision"]
+
+
+def begun_in(out: Path) -> list[str]:
+    """The runs of a folder that have a recipe."""
+    return [run for run in RUNS if (out / run / "recipe.yaml").is_file()]
+
+
+def quicker_precision() -> str:
+    """That of bfloat16, unless this machine multiplies float32 matrices more quickly."""
+    matrices = {kind: torch.ones(512, 512, dtype=kind) for kind in (torch.float32, torch.bfloat16)}
+    seconds = dict.fromkeys(matrices, math.inf)
+    for _ in range(TIMINGS):
+        for kind, x in matrices.items():
+            start = time.perf_counter()
+            x @ x
+            seconds[kind] = min(seconds[kind], time.perf_counter() - start)
+    return "bf16-mixed" if seconds[torch.bfloat16] <= seconds[torch.float32] else "32-true"
 
 
 def score(model: Path, out: Path, name: str, data: Path, quick: bool) -> None:
@@ -117,19 +142,22 @@ def score(model: Path, out: Path, name: str, data: Path, quick: bool) -> None:
         write_json(path, scores)
 
 
-def collect(out: Path) -> None:
-    """Write results.json: scores, tokens, seconds and curves of the runs that are done."""
+def collect(out: Path) -> dict[str, Any] | None:
+    """Scores, tokens, seconds and precisions of the runs that are done; writes results.json.
+
+    None where none is.
+    """
     found: dict[str, Any] = {}
-    for name in ("base", "reference", *ARMS):
+    for name in ("base", *RUNS):
         scores = out / f"{name}.eval.json"
         if scores.is_file():
             found[name] = {"scores": read_json(scores)}
             if (out / name / "train.json").is_file():
                 (arm,) = read_run(out / name).arms
                 found[name] |= {"tokens": arm.tokens, "seconds": arm.seconds, "keep": arm.keep}
-    write_json(out / "results.json", {"bfloat16": fast_bfloat16(), "runs": found})
-
-
-def read(path: Path) -> dict[str, Any] | None:
-    """What `collect` wrote, or None."""
-    return read_json(path) if path.is_file() else None
+    if not found:
+        return None
+    precisions = {precision_of(out, run) for run in begun_in(out)}
+    results = {"precisions": sorted(precisions), "runs": found}
+    write_json(out / "results.json", results)
+    return results

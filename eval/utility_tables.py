@@ -16,14 +16,17 @@ from lightning_collider.training.files import read_json
 from lightning_collider.training.markdown import markdown_table
 
 BASE = "regular"
+EVERY_SEED = (BASE, "filtered", "random", "top_loss")  # the other arms: the first seed only
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile, by number of seeds
+PRECISIONS = {"bf16-mixed": "bfloat16 matrices", "32-true": "float32 (no fast bfloat16 here)"}
 Number = dict[str, Any]
 
 
 def small_numbers(run: Run, folder: Path) -> list[Number]:
     """What the runs of one seed came to, one dict an arm."""
     seed = read_json(folder / "results.json")["recipe"]["seed"]
-    budget = min(arm.heldout[-1]["seconds"] for arm in run.arms)  # the quickest run's
+    # Arms of one seed alone would give that seed another budget than the others have.
+    budget = min(arm.heldout[-1]["seconds"] for arm in run.arms if arm.name in EVERY_SEED)
     numbers = []
     for arm in run.arms:
         last = arm.heldout[-1]
@@ -118,27 +121,30 @@ def equal_tokens(numbers: list[Number]) -> str:
     text = " and ".join(f"{t:,.0f}" for t in sorted(tokens))
     return (
         f"### At equal tokens: {text} input tokens each\n\n{markdown_table(rows)}\n\n"
-        "lm-eval on held-out text. ±: 95 % interval over seeds, in the third column of the "
-        "difference within a seed."
+        "lm-eval on held-out text, document by document. ±: 95 % interval over seeds, in the "
+        "fourth column (less regular's) of the difference within a seed."
     )
 
 
 def equal_time(numbers: list[Number]) -> str:
-    """Target bits when the quickest run of a seed was done."""
+    """Target bits when the quickest run of a seed was done, and at the end of each run."""
     gaps = differences(numbers, "bits_at_time")
-    rows = [["arm", "target bits/byte", "less regular's", "seconds of all its steps"]]
+    head = ["arm", "target on packed held-out batches, bits/byte", "less regular's"]
+    rows = [[*head, "the same at the end", "seconds of all its steps"]]
     for arm, found in by_arm(numbers).items():
         gap = "" if arm == BASE else with_interval(gaps[arm], sign=True)
-        bits = with_interval([n["bits_at_time"] for n in found])
-        rows.append([arm, bits, gap, with_interval([n["seconds"] for n in found], ".0f")])
-    budgets = sorted({round(n["budget_seconds"]) for n in numbers})
+        bits, end = (with_interval([n[k] for n in found]) for k in ("bits_at_time", "curve_bits"))
+        rows.append([arm, bits, gap, end, with_interval([n["seconds"] for n in found], ".0f")])
+    budgets = ", ".join(f"{n['budget_seconds']:.0f}" for n in numbers if n["arm"] == BASE)
     return (
-        "### At equal wall-clock: when the quickest run of the seed was done "
-        f"({', '.join(map(str, budgets))} s)\n\n{markdown_table(rows)}\n\n"
-        "From the timed curves on held-out text, by straight lines between looks, on the same "
-        "learning-rate schedule: a slower run is read before its rate has come down. Seconds of "
-        "training, with a live reference's forward, without the training of the reference and "
-        "without the forward that stores losses."
+        f"### At equal wall-clock: when the quickest run of a seed was done ({budgets} s)\n\n"
+        f"{markdown_table(rows)}\n\n"
+        f"The quickest of {', '.join(EVERY_SEED)}, which every seed has; an arm that was done "
+        "before is read at its end. From the timed curves on packed held-out batches, cut into "
+        "sequences of the training length: not lm-eval's value above, whose documents are whole. "
+        "By straight lines between looks, on the same learning-rate schedule: a slower run is read "
+        "before its rate has come down. Seconds of training, with a live reference's forward, "
+        "without the training of the reference and without the forward that stores losses."
     )
 
 
@@ -166,7 +172,7 @@ def smollm2(results: dict[str, Any]) -> str:
         count, seconds = found.get("tokens", 0), found.get("seconds", 0)
         scores = [score_text(found["scores"][t], 4) for t in ("gsm8k_text", "blimp_pairs")]
         rows.append([name, f"{count:,.0f}", f"{seconds:,.0f}", *scores])
-    kind = "bfloat16 matrices" if results["bfloat16"] else "float32 (no fast bfloat16 here)"
+    kind = " and ".join(PRECISIONS[name] for name in results["precisions"])
     return (
         f"### SmolLM2-135M, {kind}, one seed\n\n{markdown_table(rows)}\n\n"
         "Kept: 0.6. ±: one standard error of lm-eval's over items."

@@ -62,6 +62,7 @@ def _tokenise(recipe: TrainingRecipe, tokenizer: Any, source: SourceConfig, fold
     # Weight and number of epochs do not change the tokens; all that does is part of the origin.
     origin = {k: v for k, v in dataclasses.asdict(source).items() if k != "weight"}
     origin |= {"validation_fraction": data.validation_fraction, "seed": recipe.seed}
+    origin |= {"without": "asked items"} if source.path.startswith(BUILTIN) else {}
     writers = {
         part: ShardWriter(folder / part, tokenizer, {**origin, "part": part}, data.shard_tokens)
         for part in _parts(recipe)

@@ -12,6 +12,7 @@ from typing import Any
 
 from pyarrow import ArrowInvalid
 
+from lightning_collider.eval.asked import without_asked
 from lightning_collider.training.hub import fetching
 from lightning_collider.training.settings import SourceConfig
 from lightning_collider.training.sources import (
@@ -32,7 +33,7 @@ def documents(source: SourceConfig, seed: int, skip: int = 0) -> Iterator[str]:
     """
     texts = _builtin(source, seed) if source.path.startswith(BUILTIN) else None
     if texts is not None:
-        yield from itertools.islice(texts, skip, source.max_documents)
+        yield from itertools.islice(without_asked(texts), skip, source.max_documents)
         return
     files = local_files(source.path)
     records = _records(source, files)

@@ -16,11 +16,11 @@ from lightning_collider.report.tables import (
     Table,
     baseline,
     bench_table,
+    floor_of,
     precision,
     scores_table,
     selection_table,
     speed_table,
-    step_cost,
 )
 from lightning_collider.training.tokens import END_OF_TEXT
 
@@ -152,9 +152,8 @@ def _tiles(arms: list[Arm]) -> str:
         assert other.tokens and other.seconds and base.tokens and base.seconds
         kept = sum(r["kept_share"] for r in other.log) / len(other.log)
         ratio = (other.seconds / other.tokens) / (base.seconds / base.tokens)
-        floor = step_cost(other) / step_cost(base)
         tiles.append(("tokens in the backward", f"{kept:.0%}"))
-        tiles.append((f"time of a step; floor {floor:.2f}", f"{ratio:.2f} x"))
+        tiles.append((f"time of a step; floor {floor_of(other, base):.2f}", f"{ratio:.2f} x"))
     if other.memory and base.memory:
         ratio = other.memory["peak_bytes"] / base.memory["peak_bytes"]
         tiles.append(("peak memory of a step", f"{ratio:.2f} x"))

@@ -30,6 +30,7 @@ class Arm:
         scores: task -> metric, value, stderr, items.
         flops: of one sequence, forward and backward.
         length: tokens of one sequence.
+        precision, devices: what its peak depends on, the first as Lightning names it.
         finished: whether its last step is done.
     """
 
@@ -45,6 +46,8 @@ class Arm:
     scores: dict[str, Any]
     flops: StepFlops
     length: int
+    precision: str
+    devices: int
 
     @property
     def finished(self) -> bool:
@@ -129,6 +132,8 @@ def _arms(recipe: Recipe, folder: Path) -> list[Arm]:
             live_reference=arm.selector == "excess_loss" and not arm.stored_losses,
             flops=flops_of(config, recipe.corpus.sequence_length, arm.keep),
             length=recipe.corpus.sequence_length,
+            precision=recipe.train.precision,
+            devices=1,
         )
         for name, arm in recipe.arms.items()
     ]
@@ -144,6 +149,8 @@ def _training(recipe: TrainingRecipe, folder: Path) -> Arm:
         live_reference=chosen.selector == "excess_loss" and not chosen.stored_losses,
         flops=flops_of(shape_of(recipe.model), length, chosen.keep),
         length=length,
+        precision=recipe.trainer.precision,
+        devices=recipe.trainer.devices * recipe.trainer.num_nodes,
     )
 
 
@@ -173,7 +180,12 @@ def flops_of(config: Any, length: int, keep: float) -> StepFlops:
 
 
 def read_bench(path: Path) -> dict[str, Any]:
-    """What `collider bench --json` wrote. Raises ValueError for another file."""
+    """What `collider bench --json` wrote.
+
+    Raises ValueError for another file, FileNotFoundError where there is none.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}: give what `collider bench --json` wrote")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         found["backward_vs_hf_iqr"], found["floor_backward"], found["peak_memory_ratio"]

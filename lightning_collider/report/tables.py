@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_collider.report.read import Arm
+from lightning_collider.training.utilisation import peak_of
 
 NOISE = "noise"  # the source whose tokens a selector should drop
 NONE = "-"
 LOWER_IS_BETTER = ("bits_per_byte", "word_perplexity", "byte_perplexity")
-PEAKS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 FLOP/s
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,12 @@ def speed_table(arms: list[Arm], gpu: str | None = None) -> Table | None:
     if not arms:
         return None
     base = baseline(arms)
-    rows = [[arm.name, *_speed_row(arm, base, gpu)] for arm in arms]
-    peak = next((p for name, p in PEAKS.items() if gpu and name in gpu), None)
-    units = "MFU" if peak else "GFLOP/s"
+    peaks = [_peak(arm, gpu) for arm in arms]
+    known = [p for p in peaks if p is not None]
+    if len(known) < len(arms):  # a column has one unit
+        peaks, known = [None] * len(arms), []
+    rows = [[a.name, *_speed_row(a, base, p)] for a, p in zip(arms, peaks, strict=True)]
+    units = "MFU" if known else "GFLOP/s"
     notes = [
         "Kept rows are those that stay in the backward. Executed FLOPs are computed from shapes "
         "and kept rows, and contain a live reference's forward; dense-equivalent ones are those of "
@@ -129,6 +132,8 @@ def speed_table(arms: list[Arm], gpu: str | None = None) -> Table | None:
         f"of a live reference of the same shape) over those of {base.name}'s; the optimizer is in "
         "the time and not in the floor.",
     ]
+    parts = " / ".join(f"{peak / 1e12:,.0f}" for peak in sorted(set(known)))
+    notes += [f"MFU: part of the dense peak, {parts} TFLOP/s."] if known else []
     kinds = {arm.memory.get("of") for arm in arms} - {None}
     notes += [f"Peak memory: {' / '.join(sorted(map(str, kinds)))}."] if kinds else []
     return Table(
@@ -147,10 +152,15 @@ def speed_table(arms: list[Arm], gpu: str | None = None) -> Table | None:
     )
 
 
-def _speed_row(arm: Arm, base: Arm, gpu: str | None) -> list[str]:
+def _peak(arm: Arm, gpu: str | None) -> float | None:
+    """FLOP/s of all devices of a run; None where they are not known."""
+    one = None if gpu is None else peak_of(gpu, arm.precision)
+    return None if one is None else one * arm.devices
+
+
+def _speed_row(arm: Arm, base: Arm, peak: float | None) -> list[str]:
     assert arm.tokens and arm.seconds and base.tokens and base.seconds
     speed = arm.tokens / arm.seconds
-    peak = next((p for name, p in PEAKS.items() if gpu and name in gpu), None)
     dense = (arm.flops.forward + arm.flops.dense_backward) / arm.length * speed
     executed = step_cost(arm) / arm.length * speed
     kept = sum(r["kept_share"] for r in arm.log) / len(arm.log)
@@ -160,7 +170,7 @@ def _speed_row(arm: Arm, base: Arm, gpu: str | None) -> list[str]:
         f"{speed * kept:,.0f}",
         *(f"{x / peak:.1%}" if peak else f"{x / 1e9:,.1f}" for x in (executed, dense)),
         f"{base.tokens / base.seconds / speed:.3f}",
-        f"{step_cost(arm) / arm.length / (step_cost(base) / base.length):.3f}",
+        f"{floor_of(arm, base):.3f}",
         NONE if memory is None else _bytes(memory),
     ]
 
@@ -170,6 +180,11 @@ def step_cost(arm: Arm) -> int:
     flops = arm.flops
     backward = flops.dense_backward if arm.selector == "none" else flops.filtered_backward
     return flops.forward * (1 + arm.live_reference) + backward
+
+
+def floor_of(arm: Arm, base: Arm) -> float:
+    """FLOPs of a token of a run over those of another's: no time a token can be below it."""
+    return step_cost(arm) / arm.length / (step_cost(base) / base.length)
 
 
 def _bytes(count: float) -> str:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lightning_collider.eval.output import check_output
 from lightning_collider.report.page import to_page
 from lightning_collider.report.read import read_bench, read_runs
 from lightning_collider.training.files import write_text
@@ -22,8 +23,11 @@ def write_report(
             in common.
         benches: files of `collider bench --json`, shown beside.
 
-    Raises FileNotFoundError for a folder that is no run, ValueError for a file that is no bench.
+    Raises FileNotFoundError for a folder that is no run or a bench that is not there, ValueError
+    for a file that is no bench, FileExistsError where `out` is there and is no page.
     """
+    if out is not None:
+        check_output(out, replaces=".html")
     shown: list[dict[str, Any]] = [read_bench(path) for path in benches or []]
     page = to_page(read_runs(folders), shown)
     if out is None:

@@ -92,7 +92,7 @@ def general_documents(seed: int, held_out: bool = False) -> list[str]:
     """The same, shuffled. `held_out` gives HELD_OUT of them, which are not among the others."""
     parts = _shuffled(library_documents(), seed)
     apart = parts[-HELD_OUT:]
-    return apart if held_out else _without(parts, apart)
+    return apart if held_out else without(parts, apart)
 
 
 def noise_documents(seed: int, held_out: bool = False) -> Iterator[str]:
@@ -103,7 +103,7 @@ def noise_documents(seed: int, held_out: bool = False) -> Iterator[str]:
     rng = random.Random(f"{seed}-held-out" if held_out else seed)
     tables = _shuffled(_library_parts()[True], seed)
     words = [word for part in tables[:50] for word in part.split()]
-    tables = tables[:HELD_OUT] if held_out else _without(tables, tables[:HELD_OUT])
+    tables = tables[:HELD_OUT] if held_out else without(tables, tables[:HELD_OUT])
     makers = (_hex_dump, _number_table, lambda rng: _shuffled_words(rng, words))
     while True:
         if tables:
@@ -111,7 +111,7 @@ def noise_documents(seed: int, held_out: bool = False) -> Iterator[str]:
         yield rng.choice(makers)(rng)
 
 
-def _without(texts: list[str], apart: list[str]) -> list[str]:
+def without(texts: list[str], apart: list[str]) -> list[str]:
     """Texts that are not among others: the library has some twice."""
     others = set(apart)
     return [text for text in texts if text not in others]
@@ -128,16 +128,28 @@ def split_document(text: str, largest: int = LARGEST_DOCUMENT) -> list[str]:
     return [part for part in (*parts, current) if part.strip()]
 
 
+def library_modules(first: int | None = None) -> Iterator[tuple[str, bool]]:
+    """Text of each module of the standard library by its path, and whether it is a codec's table.
+
+    `first` takes only so many of them.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = [
+        path
+        for path in sorted(library.rglob("*.py"))
+        if TEST_FOLDERS.isdisjoint(path.relative_to(library).parts)
+    ]
+    for path in paths[:first]:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        yield text, path.parent.name == CODECS and TABLE in text
+
+
 @functools.cache
 def _library_parts() -> dict[bool, list[str]]:
     """Parts of the library's modules: under True the tables of codecs, under False the others."""
-    library = Path(sysconfig.get_path("stdlib"))
     parts: dict[bool, list[str]] = {True: [], False: []}
-    for path in sorted(library.rglob("*.py")):
-        if TEST_FOLDERS.isdisjoint(path.relative_to(library).parts):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            table = path.parent.name == CODECS and TABLE in text
-            parts[table] += split_document(text)
+    for text, table in library_modules():
+        parts[table] += split_document(text)
     return parts
 
 

@@ -6,15 +6,31 @@ says how busy the device is. Counting is that of the bench (eval/flops.py), with
 evenly over a sequence.
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from torch import nn
 
 from lightning_collider.eval.flops import StepFlops, count_flops
 
-DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16}
+# FLOP/s of one device without sparsity, of bfloat16 (float32 sums), TF32 and float32, out of
+# NVIDIA's data sheets, by a part of the name that CUDA gives it; of several the first counts.
+# Lightning has such a table, too: for some it holds what a data sheet says with sparsity, twice as
+# much, and the H200 it does not find.
+PEAKS = {
+    "H200 NVL": (835.5e12, 417.5e12, 60e12),
+    "H200": (989.4e12, 494.7e12, 66.9e12),
+    "H100 NVL": (835.5e12, 417.5e12, 60e12),
+    "H100 PCIe": (756e12, 378e12, 51.2e12),
+    "H100": (989.4e12, 494.7e12, 66.9e12),
+    "A100": (312e12, 156e12, 19.5e12),
+    "L40S": (362e12, 183e12, 91.6e12),
+    "L40": (181e12, 90.5e12, 90.5e12),
+    "L4": (121e12, 60e12, 30.3e12),
+    "A40": (149.7e12, 74.8e12, 37.4e12),
+    "A10": (125e12, 62.5e12, 31.2e12),
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +87,23 @@ def utilisation_of(model: nn.Module, length: int, precision: str, devices: int) 
     return Utilisation(linear, width, config.num_hidden_layers, length, _peak(precision, devices))
 
 
+def peak_of(gpu: str, precision: str) -> float | None:
+    """FLOP/s of one device by its CUDA name and Lightning's name of a precision; None: not known.
+
+    float32 counts as TF32 where torch may multiply so here.
+    """
+    known = next((p for name, p in PEAKS.items() if re.search(rf"\b{name}\b", gpu)), None)
+    if known is None:
+        return None
+    bfloat16, tf32, float32 = known
+    if precision != "32-true":
+        return bfloat16
+    return float32 if torch.get_float32_matmul_precision() == "highest" else tf32
+
+
 def _peak(precision: str, devices: int) -> float | None:
+    """FLOP/s of as many devices as this process's."""
     if not torch.cuda.is_available():
         return None
-    one = get_available_flops(torch.device("cuda"), DTYPES[precision])
-    return None if one is None else float(one * devices)
+    one = peak_of(torch.cuda.get_device_name(), precision)
+    return None if one is None else one * devices

@@ -1,6 +1,7 @@
 """collider eval: a table over several checkpoints, and equal scores for equal weights."""
 
 import json
+import shutil
 
 import pytest
 
@@ -63,3 +64,40 @@ def test_names_lose_what_all_share():
 def test_suite_and_tasks_exclude_each_other(tmp_path, capsys):
     assert cli.main(["eval", str(tmp_path), "--suite", "offline", "--tasks", "heldout_bits"]) == 2
     assert "give one of them" in capsys.readouterr().err
+
+
+def test_models_that_would_be_asked_different_items_are_refused(finished, tmp_path, capsys):
+    model = finished[1] / "arms" / "filtered" / "model"
+    shutil.copytree(model, tmp_path / "alone")
+    for name, count in (("same", None), ("other", 5)):
+        shutil.copytree(model, tmp_path / name / "model")
+        shutil.copytree(finished[1] / "corpus", tmp_path / name / "corpus")
+        problems = tmp_path / name / "corpus" / "heldout.jsonl"
+        problems.write_text("".join(problems.open().readlines()[:count]))
+    for other in ("alone", "other/model"):
+        words = ["eval", str(model), str(tmp_path / other), "--tasks", *TASKS]
+        assert cli.main(words) == 2
+        printed = capsys.readouterr().err
+        assert "different items" in printed and "--corpus" in printed
+        assert str(finished[1] / "corpus") in printed
+    same = run_eval([model, tmp_path / "same/model", "--limit", 3], tmp_path, "same.json")
+    first, second = same["checkpoints"].values()
+    assert first == second
+    corpus = ["--corpus", finished[1] / "corpus", "--limit", 3]
+    given = run_eval([model, tmp_path / "alone", *corpus], tmp_path, "given.json")
+    assert list(given["checkpoints"].values()) == [first, first]
+
+
+def test_tasks_that_read_files_need_their_folder(finished, tmp_path, capsys):
+    model, out = str(finished[1] / "arms" / "filtered" / "model"), tmp_path / "new" / "scores.json"
+    words = ["eval", model, "--tasks", "gsm8k_text"]
+    assert cli.main(words) == 2
+    assert "gsm8k_text: name the folder of their files with --data" in capsys.readouterr().err
+    assert cli.main([*words, "--data", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: correct --data" in capsys.readouterr().err
+    assert cli.main([*words, "--data", str(tmp_path)]) == 2
+    assert "gsm8k_test.jsonl" in capsys.readouterr().err
+    problem = {"question": "1 + 1?", "answer": "2\n#### 2"}
+    (tmp_path / "gsm8k_test.jsonl").write_text(f"{json.dumps(problem)}\n" * 2)
+    assert cli.main([*words, "--data", str(tmp_path), "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["checkpoints"][model]["gsm8k_text"]["items"] == 2

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
+from lightning_collider import cli
 from lightning_collider.eval import efficiency, memory
 from lightning_collider.eval.flops import causal_pairs, step_flops
 from lightning_collider.eval.steps import Steps, labels_of_kept, selection_share
@@ -88,8 +89,9 @@ def test_bench_writes_the_keys_of_its_contract(monkeypatch, tmp_path, capsys):
     efficiency.add_arguments(parser)
     options = "--shape tiny --layers 2 --seq 64 --batch 2 --keep 0.5 --dtype fp32 --rounds 2 "
     options += "--alternatives --json"
-    efficiency.main(parser.parse_args([*options.split(), str(tmp_path / "bench.json")]))
-    result = json.loads((tmp_path / "bench.json").read_text())
+    file = tmp_path / "new" / "bench.json"
+    efficiency.main(parser.parse_args([*options.split(), str(file)]))
+    result = json.loads(file.read_text())
     plain = "shape layers seq batch keep dtype device floor_backward floor_step peak_memory_ratio"
     assert set(plain.split()) <= result.keys()
     assert {"load_average", "versions", "machine"} <= result.keys()
@@ -107,6 +109,23 @@ def test_bench_writes_the_keys_of_its_contract(monkeypatch, tmp_path, capsys):
     assert result["rounds"] >= 7 and result["layers"] == 2
     assert 0.4 < result["floor_backward"] < 0.55
     assert 0 < result["peak_memory_ratio"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(monkeypatch, tmp_path, capsys):
+    def never(*_):
+        raise AssertionError("the bench has begun")
+
+    monkeypatch.setattr(efficiency, "bench", never)
+    words = ["bench", "--shape", "tinyllama", "--json"]
+    (tmp_path / "old.json").write_text("measured\n")
+    for path, message in (
+        (tmp_path / "old.json", "exists and is not overwritten: name another file"),
+        (tmp_path, "exists and is not overwritten: name another file"),
+        (tmp_path / "old.json" / "bench.json", "cannot write to"),
+    ):
+        assert cli.main([*words, str(path)]) == 2
+        assert message in capsys.readouterr().err
+    assert (tmp_path / "old.json").read_text() == "measured\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -11,7 +11,15 @@ from lightning_collider.eval.superposition import (
     carry_out,
     main,
 )
-from lightning_collider.eval.superposition_run import Run, Text, next_tokens
+from lightning_collider.eval.superposition_run import (
+    HELDOUT_FILES,
+    Run,
+    Scale,
+    Text,
+    _files,
+    divide,
+    next_tokens,
+)
 from lightning_collider.eval.superposition_speed import BAG_SIZES, ratios
 from tests.conftest import small_model
 
@@ -37,6 +45,12 @@ def test_a_killed_command_goes_on_and_repeats_itself(tmp_path, capsys):
     assert [x["heldout_loss"] for x in again] == [x["heldout_loss"] for x in lines]
     main([*command, "--report"])
     assert len(results.read_text().splitlines()) == len(lines)
+
+    lines[0]["text"] = "of another Python"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="has runs on other text"):
+        main(command)
+    main([*command, "--report"])
 
 
 def losses_of(best_rate, best_cell):
@@ -99,6 +113,22 @@ def test_sequences_never_repeat_a_token():
     assert not rows.equal(text.rows(10, 4, seed=1))
     with pytest.raises(ValueError, match="42 tokens of text are too few for 11 sequences of 4"):
         text.rows(11, 4, seed=0)
+
+
+def test_held_out_parts_are_not_trained_on_and_only_tables_are_left_out():
+    """Every file begins with the same licence, a part of its own: held out, and not trained on."""
+    licence, count = "# Permission is granted\n" * 83, 2 * HELDOUT_FILES
+    files = [f"{licence}value_{i} = {i}\n" + "#\n" * 100 for i in range(count)]
+    heldout, train = divide(files)
+    assert licence in heldout and set(heldout).isdisjoint(train)
+    text = "".join(heldout + train)
+    assert all(f"value_{i} = {i}\n" in text for i in range(count))
+    assert "".join(train).count("value_") == count - 2 == len(train)
+
+    library = "".join(_files(Scale(plays=False)))
+    assert "Lambda expressions (sometimes called lambda forms)" in library  # pydoc's, generated
+    assert "def literal_eval(" in library and "gencodec" not in library
+    assert "charmap_encode(input,errors,encoding_table)" not in library
 
 
 def test_speed_is_a_ratio_for_each_bag_size():

@@ -22,8 +22,10 @@ from lightning_collider.report.tables import (
     scores_table,
     selection_table,
     speed_table,
+    step_cost,
 )
 from lightning_collider.report.write import write_report
+from lightning_collider.training.utilisation import peak_of
 
 BENCH = {
     "shape": "tinyllama",
@@ -126,10 +128,46 @@ def test_flops_of_a_run_by_hand(finished):
     assert arms[0].flops == step_flops(linear, 32, 2, keep)
 
 
-def test_mfu_where_the_peak_is_known(finished):
-    arms = read_run(finished[1]).arms
-    columns = speed_table(arms, "NVIDIA H200").columns
-    assert "MFU executed" in columns and "MFU dense-equivalent" in columns
+def test_mfu_is_of_the_dense_peak_of_device_and_data_type(finished):
+    """The runs are float32, so an H200's 66.9 TFLOP/s count, and not the 989.4 of bfloat16."""
+    arms = copy.deepcopy(read_run(finished[1]).arms)
+    for arm in arms:
+        arm.log[-1]["seconds"], arm.log[-1]["input_tokens"] = 1e-9, arm.length
+    table = speed_table(arms, "NVIDIA H200")
+    found = dict(zip(table.columns, table.rows[0][1:], strict=True))
+    flops = arms[0].flops.forward + arms[0].flops.dense_backward
+    assert found["MFU executed"] == found["MFU dense-equivalent"] == f"{flops / 66.9e3:.1%}"
+    assert "MFU: part of the dense peak, 67 TFLOP/s." in table.notes
+    for arm in arms:
+        arm.precision, arm.devices = "bf16-mixed", 2
+    halved = speed_table(arms, "NVIDIA H200").rows[0][3]
+    assert halved == f"{flops / (2 * 989.4e3):.1%}"
+    assert "GFLOP/s executed" in speed_table(arms, "Radeon").columns
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989.4),
+        ("NVIDIA H100 PCIe", "bf16-true", 756),
+        ("NVIDIA H100 NVL", "32-true", 60),
+        ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312),
+        ("NVIDIA L40S", "32-true", 91.6),
+        ("NVIDIA GH200 480GB", "bf16-mixed", None),  # names that a known one is only a part of
+        ("NVIDIA RTX A4000", "bf16-mixed", None),
+    ],
+)
+def test_peaks_by_name_and_data_type(name, precision, tera):
+    assert peak_of(name, precision) == (None if tera is None else pytest.approx(tera * 1e12))
+
+
+def test_the_floor_of_the_tile_is_the_tables(finished):
+    """A token's FLOPs: a run of other sequences than the baseline's is compared a token."""
+    run = copy.deepcopy(read_run(finished[1]))
+    run.arms[1].length *= 2
+    floor = step_cost(run.arms[1]) / step_cost(run.arms[0]) / 2
+    assert f"floor {floor:.2f}<" in to_page([run], [])
+    assert speed_table(run.arms).rows[1][6] == f"{floor:.3f}"
 
 
 def test_several_runs_and_a_bench(finished, tmp_path, capsys):
@@ -211,3 +249,18 @@ def test_run_without_numbers_and_a_file_that_is_no_bench(finished, tmp_path, cap
     words = [str(finished[1]), "--bench", str(tmp_path / "bench.json")]
     assert cli.main(["report", *words]) == 2
     assert "was not written by `collider bench --json`" in capsys.readouterr().err
+
+
+def test_only_a_page_is_overwritten_and_a_bench_has_to_be_there(finished, tmp_path, capsys):
+    folder, notes = str(finished[1]), tmp_path / "notes.txt"
+    notes.write_text("mine\n")
+    assert cli.main(["report", folder, "--out", str(notes)]) == 2
+    assert "name another file, or one that ends in .html" in capsys.readouterr().err
+    assert notes.read_text() == "mine\n"
+    page = tmp_path / "new" / "page.html"
+    assert [cli.main(["report", folder, "--out", str(page)]) for _ in range(2)] == [0, 0]
+    assert embedded(page.read_text())["arms"] == ["regular", "filtered"]
+    capsys.readouterr()
+    assert cli.main(["report", folder, "--bench", str(tmp_path / "missing.json")]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("collider: no file ") and printed.count("\n") == 1

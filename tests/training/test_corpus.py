@@ -5,10 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
+from lightning_collider.data.text import documents as source_documents
+from lightning_collider.eval.tasks.heldout import general_texts, noise_texts, questions
 from lightning_collider.training import corpus as corpus_module
 from lightning_collider.training.corpus import build_corpus, load_corpus, load_heldout
+from lightning_collider.training.settings import SourceConfig
 from lightning_collider.training.sources import (
     SOURCES,
+    general_documents,
     generate_problems,
     library_documents,
     noise_documents,
@@ -111,6 +115,26 @@ def test_problems_are_distinct_and_right():
     )
     assert legs.answer == 8
     assert legs.text == f"Question: {legs.question}\nAnswer: 8\n"
+
+
+def builtin_text(name, count=None, skip=0):
+    """Documents of a training recipe's source builtin:NAME with seed 0."""
+    source = SourceConfig(path=f"builtin:{name}", max_documents=count)
+    return list(source_documents(source, 0, skip))
+
+
+def test_training_recipes_have_no_item_that_a_model_without_a_corpus_is_asked():
+    """Of the same seed's text before these are left out, some of each kind is among them."""
+    general, noise = (set(kind(None)["test"]["text"]) for kind in (general_texts, noise_texts))
+    prompts = set(questions(None)["test"]["prompt"])
+    trained = builtin_text("target", 6000)
+    assert len(trained) == 6000
+    assert prompts.isdisjoint(text[: text.index("Answer:") + len("Answer:")] for text in trained)
+    assert prompts & {p.prompt for p in itertools.islice(generate_problems(0), 6000)}
+    assert general.isdisjoint(builtin_text("general")) and general & set(general_documents(0))
+    assert noise.isdisjoint(builtin_text("noise", 3000))
+    assert noise & set(itertools.islice(noise_documents(0), 3000))
+    assert builtin_text("general", 30, skip=20) == builtin_text("general", 30)[20:]
 
 
 def test_noise_is_seeded_and_endless():
