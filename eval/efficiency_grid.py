@@ -1,4 +1,4 @@
-"""The benches that the results quote: a line each in eval/efficiency.csv, a fit and a plot.
+"""The benches of the grid: a line each in eval/efficiency.csv, a fit of linearity and a plot.
 
     python -m lightning_collider.eval.efficiency_grid bf16 fp32 [--repeat 2] [--whole]
     python -m lightning_collider.eval.efficiency_grid            # only the table and the plot
@@ -174,13 +174,19 @@ def draw(groups: dict[tuple[str, ...], list[Row]], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="The benches that the results quote")
-    parser.add_argument("dtypes", nargs="*", choices=sorted(DTYPES), help="which are measured")
+    # Not by choices=, which would refuse an empty list.
+    parser.add_argument("dtypes", nargs="*", help=f"which are measured: {', '.join(DTYPES)}")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeat", type=int, default=1, help="times each is measured")
     parser.add_argument("--whole", action="store_true", help="all 22 layers of TinyLlama, too")
     parser.add_argument("--rows", type=Path, default=ROWS, help="CSV, a line a bench")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="PNG")
     given = parser.parse_args(arguments)
+    if not set(given.dtypes) <= set(DTYPES):
+        parser.error(f"dtypes are among {', '.join(DTYPES)}, got {' '.join(given.dtypes)}")
+    if not given.dtypes and not given.rows.is_file():
+        parser.error(f"nothing was measured yet (no {given.rows}): say which of bf16 and fp32")
+    given.rows.parent.mkdir(parents=True, exist_ok=True)
     measure(given.dtypes, given.device, given.repeat, given.whole, given.rows)
     print(report(given.rows, given.figure))
 

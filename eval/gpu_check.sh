@@ -9,6 +9,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python} BATCH=${BATCH:-4} OUT=${OUT:-$(mktemp -d)}
 mkdir -p "$OUT"
+rm -f "$OUT"/keep-*.json # of an earlier check: collider bench overwrites nothing
 status=0
 
 "$PYTHON" - <<'CHECK' || exit 1

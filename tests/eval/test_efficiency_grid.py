@@ -31,6 +31,15 @@ def test_other_columns_are_refused(tmp_path):
     assert len(file.read_text().splitlines()) == 2
 
 
+def test_without_rows_it_asks_what_to_measure(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        efficiency_grid.main(["--rows", str(tmp_path / "rows.csv")])
+    assert "nothing was measured yet" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        efficiency_grid.main(["fp16"])
+    assert "dtypes are among" in capsys.readouterr().err
+
+
 def test_grid_of_a_tiny_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(efficiency.SHAPES, "tiny", TINY)
     monkeypatch.setattr(efficiency_grid, "GATE", [("tiny", 2, 32, 1, (0.6, 0.3))])
@@ -45,3 +54,5 @@ def test_grid_of_a_tiny_model(tmp_path, monkeypatch, capsys):
         assert 0 < low <= middle <= high and r["versions"].startswith("python 3")
     assert "| tiny, 2 x 32, B=1, fp32 | 0.3 |" in printed and "R^2" in printed
     assert figure.stat().st_size > 1000
+    efficiency_grid.main(["--rows", str(rows), "--figure", str(figure)])  # prints them again
+    assert "| tiny, 2 x 32, B=1, fp32 | 0.3 |" in capsys.readouterr().out
