@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-STOPPED = 75  # exit status of a run that a signal stopped: the same command goes on (EX_TEMPFAIL)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command and return the exit status: 0, or 2 after a mistake of the user's."""
+    """Run one sub-command and return the exit status: 0, or 2 after a mistake of the user's.
+
+    A run that a signal stopped leaves by SystemExit with status 75: the same command goes on.
+    """
     args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
         args.run(args)
@@ -73,8 +74,7 @@ def _train(args: argparse.Namespace) -> None:
     if isinstance(recipe, TrainingRecipe):
         from lightning_collider.training.pretrain import run_training
 
-        if run_training(recipe) is None:
-            sys.exit(STOPPED)
+        run_training(recipe)
         return
     if not isinstance(recipe, Recipe):
         raise ValueError(f"{args.recipe!r} is a federated run: `collider federate {args.recipe}`")

@@ -21,6 +21,7 @@ from lightning_collider.report.tables import (
     scores_table,
     selection_table,
     speed_table,
+    time_ratio,
 )
 from lightning_collider.training.tokens import END_OF_TEXT
 
@@ -149,9 +150,8 @@ def _tiles(arms: list[Arm]) -> str:
             good = "lower" if score["metric"] in LOWER_IS_BETTER else "higher"
             tiles.append((f"{task}, {good} is better", f"{change:+.1%}"))
     if other.log and base.log:
-        assert other.tokens and other.seconds and base.tokens and base.seconds
         kept = sum(r["kept_share"] for r in other.log) / len(other.log)
-        ratio = (other.seconds / other.tokens) / (base.seconds / base.tokens)
+        ratio = time_ratio(other, base)
         tiles.append(("tokens in the backward", f"{kept:.0%}"))
         tiles.append((f"time of a step; floor {floor_of(other, base):.2f}", f"{ratio:.2f} x"))
     if other.memory and base.memory:

@@ -25,7 +25,8 @@ class Arm:
         name: unique in a report.
         selector, keep: how it was filtered; "none" and 1 where it was not.
         live_reference: whether a reference model ran beside.
-        log: rows with step, input_tokens, seconds, loss_all, loss_kept and kept_share.
+        log: rows with step, input_tokens, positions, seconds and kept_share; loss_all and loss_kept
+            where the run trained on single tokens.
         heldout: rows of heldout.jsonl; sample, memory, train: the files of these names, or {}.
         scores: task -> metric, value, stderr, items.
         flops: of one sequence, forward and backward.
@@ -62,6 +63,11 @@ class Arm:
     def tokens(self) -> float | None:
         """Input tokens so far."""
         return self.log[-1]["input_tokens"] if self.log else None
+
+    @property
+    def positions(self) -> float | None:
+        """Rows of the trunk so far: fewer than tokens where it trained on bags."""
+        return self.log[-1].get("positions", self.tokens) if self.log else None  # older: no bags
 
 
 @dataclass
@@ -156,7 +162,7 @@ def _training(recipe: TrainingRecipe, folder: Path) -> Arm:
 
 def _arm(folder: Path, **known: Any) -> Arm:
     """Add to what the recipe says of an arm what is in its folder."""
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss_all" in row]
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if "tokens_per_s" in row]
     return Arm(
         log=rows,
         heldout=read_rows(folder / "heldout.jsonl"),

@@ -173,8 +173,9 @@ class MixedText:
 class HeldOut(AtSteps):
     """Appends to `path`, by source, what held-out text costs and how many of its rows are kept.
 
-    A line: step, input_tokens, seconds, and for each source targets (rows that predict a token of
-    it), bytes of these tokens, nats (their summed loss) and kept (None without a selector).
+    A line: step, input_tokens, positions, seconds, and for each source targets (rows that predict
+    a token of it), bytes of these tokens, nats (their summed loss) and kept (None without a
+    selector).
 
     Args:
         text: mixed as the training text is.

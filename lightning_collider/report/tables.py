@@ -159,17 +159,17 @@ def _peak(arm: Arm, gpu: str | None) -> float | None:
 
 
 def _speed_row(arm: Arm, base: Arm, peak: float | None) -> list[str]:
-    assert arm.tokens and arm.seconds and base.tokens and base.seconds
-    speed = arm.tokens / arm.seconds
+    assert arm.tokens and arm.positions and arm.seconds
+    speed = arm.positions / arm.seconds
     dense = (arm.flops.forward + arm.flops.dense_backward) / arm.length * speed
     executed = step_cost(arm) / arm.length * speed
     kept = sum(r["kept_share"] for r in arm.log) / len(arm.log)
     memory = arm.memory.get("peak_bytes")
     return [
-        f"{speed:,.0f}",
+        f"{arm.tokens / arm.seconds:,.0f}",
         f"{speed * kept:,.0f}",
         *(f"{x / peak:.1%}" if peak else f"{x / 1e9:,.1f}" for x in (executed, dense)),
-        f"{base.tokens / base.seconds / speed:.3f}",
+        f"{time_ratio(arm, base):.3f}",
         f"{floor_of(arm, base):.3f}",
         NONE if memory is None else _bytes(memory),
     ]
@@ -182,8 +182,14 @@ def step_cost(arm: Arm) -> int:
     return flops.forward * (1 + arm.live_reference) + backward
 
 
+def time_ratio(arm: Arm, base: Arm) -> float:
+    """Seconds of a position of a run over those of another's."""
+    assert arm.positions and arm.seconds and base.positions and base.seconds
+    return (arm.seconds / arm.positions) / (base.seconds / base.positions)
+
+
 def floor_of(arm: Arm, base: Arm) -> float:
-    """FLOPs of a token of a run over those of another's: no time a token can be below it."""
+    """FLOPs of a position of a run over those of another's: no time of it can be below."""
     return step_cost(arm) / arm.length / (step_cost(base) / base.length)
 
 

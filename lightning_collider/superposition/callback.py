@@ -10,23 +10,21 @@ gradient accumulation and over ranks, and a run that is resumed on either side o
 would have.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 
 from lightning_collider.strategies.filtering import trainable_causal_lms
 from lightning_collider.superposition.bags import check_bag_size
 from lightning_collider.superposition.data import FoldedLoader, check_enough, sequence_length
 from lightning_collider.superposition.loss import bag_weights
-from lightning_collider.superposition.model import BagForward, BagLoss, BagSettings
+from lightning_collider.superposition.meter import Meter
+from lightning_collider.superposition.model import BagForward, BagSettings
 
 
 class TokenSuperposition(L.Callback):
@@ -178,6 +176,7 @@ class TokenSuperposition(L.Callback):
     ) -> None:
         """Set the phase of this micro-batch."""
         assert self._forward is not None
+        self._meter.clock.go_on()
         self._step = trainer.global_step
         before = self._forward.settings
         self._forward.settings = self._settings(trainer, batch)
@@ -213,12 +212,14 @@ class TokenSuperposition(L.Callback):
             logger.log_metrics({"tst/phase": 1.0 if superposed else 2.0, **row}, step=step - 1)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop the clock."""
-        self._meter.pause()
+        """Stop the clock until the next micro-batch."""
+        self._meter.clock.stop()
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let the clock run again."""
-        self._meter.go_on()
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Stop the clock until the next micro-batch: whoever saves writes a file now."""
+        self._meter.clock.stop()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Give the model its own forward back."""
@@ -282,56 +283,3 @@ def begin_next_pass(loop: Any) -> None:
     loop._restarting = loop._resuming_from_checkpoint = False
     loop.reset_restart_stage()
     steps.reset_restart_stage()
-
-
-class Meter:
-    """Sums what the forwards observe between two rows of the log, without waiting for a device."""
-
-    def __init__(self) -> None:
-        self._sums: list[Tensor] = []
-        self._device = torch.device("cpu")
-        self._seconds = 0.0
-        self._since: float | None = None
-
-    def start(self, device: torch.device) -> None:
-        """Begin a row."""
-        self._sums, self._device, self._seconds = [], device, 0.0
-        self._since = time.perf_counter()
-
-    def pause(self) -> None:
-        """Stop the clock."""
-        if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
-            self._since = None
-
-    def go_on(self) -> None:
-        """Start the clock again."""
-        self._since = time.perf_counter()
-
-    def observe(self, found: BagLoss) -> None:
-        """Take in one forward."""
-        pairs = found.pairs
-        positions = torch.full_like(pairs, found.positions)
-        loss = found.loss.detach().to(pairs)
-        parts = [loss * pairs, found.floor * pairs, pairs, found.tokens.to(pairs), positions]
-        self._sums.append(torch.stack(parts))
-
-    def flush(self, strategy: Any, superposed: bool) -> dict[str, float]:
-        """The row over all ranks: losses as means over all pairs, speeds as sums over the ranks.
-
-        Data tokens and positions of the trunk are different things: on bags there are s tokens to
-        a position.
-        """
-        self.pause()
-        sums = torch.zeros(5, dtype=torch.float64, device=self._device)
-        if self._sums:
-            sums = torch.stack(self._sums).sum(0)
-        loss, floor, pairs, tokens, positions = strategy.reduce(sums, reduce_op="sum").tolist()
-        row = {
-            "tst/data_tokens_per_s": tokens / self._seconds,
-            "tst/positions_per_s": positions / self._seconds,
-        }
-        if superposed and pairs > 0:
-            row = {"tst/loss": loss / pairs, "tst/floor": floor / pairs, **row}
-        self.start(self._device)
-        return row

@@ -80,6 +80,17 @@ class BagLoss:
     positions: int
 
 
+@dataclass
+class BagOutput(CausalLMOutputWithPast):
+    """What the model returns on bags: the loss, no logits, and what it is a loss of.
+
+    Attributes:
+        positions: bags of the batch, that is rows of the trunk, which are all in the backward.
+    """
+
+    positions: int | None = None
+
+
 class PairCount(FilterState):
     """Tells a ColliderStrategy over how many pairs a loss is a mean.
 
@@ -233,7 +244,7 @@ class BagForward:
             return out
         return self._superposed(self.settings, given)
 
-    def _superposed(self, settings: BagSettings, given: dict[str, Any]) -> CausalLMOutputWithPast:
+    def _superposed(self, settings: BagSettings, given: dict[str, Any]) -> BagOutput:
         given = {name: value for name, value in given.items() if value is not None}
         for name in ("input_ids", "labels"):
             if name not in given:
@@ -251,7 +262,7 @@ class BagForward:
         self.observe(found)
         divisor = divisor_of(found.pairs)
         loss = mark(found.loss, PairCount(found.pairs), zero_dropped=False, divisor=divisor)
-        return CausalLMOutputWithPast(loss=loss)
+        return BagOutput(loss=loss, positions=found.positions)
 
 
 def _ordinary(input_ids: Tensor, attention_mask: Tensor | None) -> BagLoss:

@@ -5,7 +5,7 @@ import json
 import signal
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,25 +67,39 @@ class ProgressBar(TQDMProgressBar):
         return shown if "mfu" in shown or not shown else {**shown, "mfu": "n/a"}
 
 
+class Stopped(SystemExit):
+    """A signal ended the run, and the same command goes on; the process exits with STATUS.
+
+    Whoever starts one run after another need not ask how each ended, and stops too.
+
+    Args:
+        where: what the run had reached, for the user.
+    """
+
+    STATUS = 75  # EX_TEMPFAIL
+
+    def __init__(self, where: str) -> None:
+        super().__init__(self.STATUS)
+        self.where = where
+
+
 class StopOnSignal(L.Callback):
     """Ends the run behind the current optimizer step on SIGTERM, or SLURM's SIGUSR1 before a limit.
 
     `received` is the signal's name afterwards. All ranks stop at the same step, whichever of them
-    got the signal. Checkpoints saves when it sees the Trainer stop.
+    got the signal. Checkpoints saves when it sees the Trainer stop; then `leave_if_received`.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._before: dict[int, Any] = {}
         self._seen = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._seen = trainer.global_step
-        if threading.current_thread() is threading.main_thread():
-            for number in self.SIGNALS:
-                self._before[number] = signal.signal(number, self._note)
+        # The Trainer itself puts the handlers back that it found.
+        _handle(dict.fromkeys(self.SIGNALS, self._note))
 
     def _note(self, number: int, frame: Any) -> None:
         self.received = signal.Signals(number).name
@@ -94,29 +108,49 @@ class StopOnSignal(L.Callback):
         if trainer.global_step == self._seen:
             return
         self._seen = trainer.global_step
-        if any_rank(trainer, self.received is not None):
-            self.received = self.received or "a signal to another rank"
+        if self._received(trainer):
             trainer.should_stop = True
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+    def _received(self, trainer: L.Trainer) -> bool:
+        """Whether any rank got a signal."""
+        if any_rank(trainer, self.received is not None):
+            self.received = self.received or "a signal to another rank"
+        return self.received is not None
+
+    def leave_if_received(self, trainer: L.Trainer) -> None:
+        """Behind `trainer.fit`, on all ranks: raise Stopped where a signal came meanwhile."""
+        if self._received(trainer):
+            raise Stopped(f"{self.received} at step {trainer.global_step}, saved")
 
 
 @contextlib.contextmanager
-def signals_restored() -> Iterator[None]:
-    """Leave the handlers of StopOnSignal's signals as they were, whatever a run put there.
+def stopped_by_signal(first: bool = True) -> Iterator[None]:
+    """Let StopOnSignal's signals raise Stopped wherever no Trainer waits for the end of a step.
 
-    Lightning puts handlers of its own round the callback's, and takes them away in another order.
+    Then nothing is saved, and a stage that was cut off is done again. At the end all handlers are
+    as they were. The `first` rank tells the user.
     """
+
+    def leave(number: int, frame: Any) -> None:
+        raise Stopped(signal.Signals(number).name)  # no print here: it may have cut off another one
+
     before = {number: signal.getsignal(number) for number in StopOnSignal.SIGNALS}
+    _handle(dict.fromkeys(StopOnSignal.SIGNALS, leave))
     try:
         yield
+    except Stopped as stopped:
+        if first:
+            print(f"{stopped.where}: start the same command to go on", flush=True)
+        raise
     finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        _handle(before)
+
+
+def _handle(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Set handlers of signals, which only the main thread can."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 class StepSeed(L.Callback):

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_collider.training.files import read_json, sha256, write_json
+from lightning_collider.training.meter import Meter
 from lightning_collider.training.ranks import any_rank
 
 STATE, ABOUT = "state.ckpt", "about.json"
@@ -40,6 +41,8 @@ def shape_identity(config: Any) -> dict[str, Any]:
 class Checkpoints(Checkpoint):
     """Saves every `every` optimizer steps, at the last one, and where the Trainer is told to stop.
 
+    The time that this takes is left out of the speeds that the module's `meter` measures.
+
     Args:
         folder: receives the checkpoints.
         every: optimizer steps between two of them.
@@ -54,13 +57,15 @@ class Checkpoints(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._seen = trainer.global_step
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         step = trainer.global_step
         if step == self._seen:
             return  # inside an accumulation window
         self._seen = step
         if step % self.every == 0 or step == trainer.max_steps or trainer.should_stop:
-            self.save(trainer)
+            assert isinstance(pl_module.meter, Meter)
+            with pl_module.meter.paused():
+                self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:
         """Write the checkpoint of this step. Raises OSError when that fails; older ones stay.

@@ -16,10 +16,12 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from lightning_collider.federated import settings as federated_settings
 from lightning_collider.federated.settings import FederatedRecipe
 from lightning_collider.training import settings
+from lightning_collider.training.checks import decay_check, one_of, positive
 from lightning_collider.training.schema import read_recipe, to_object
 from lightning_collider.training.settings import (
     ENGINES,
     ON_NAN,
+    ON_SPIKE,
     OVER,
     PRECISIONS,
     SELECTORS,
@@ -180,9 +182,20 @@ def to_yaml(recipe: AnyRecipe) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(recipe)))
 
 
+CHOICES = {  # key -> the values it may have
+    "train.engine": ENGINES,
+    "train.precision": PRECISIONS,
+    "train.on_nan": ON_NAN,
+    "train.on_spike": ON_SPIKE,
+}
+
+
 def _checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
     """Pairs of a message and whether the recipe is free of the mistake it names."""
     yield from _size_checks(recipe)
+    yield from one_of(recipe, CHOICES)
+    # Their names are checked by run.py: lm-eval has thousands.
+    yield "eval.tasks must name at least one task", bool(recipe.eval.tasks)
     yield from _corpus_checks(recipe.corpus)
     yield from _weight_checks("corpus.weights", recipe.corpus.weights)
     yield from _weight_checks("reference.weights", recipe.reference.weights)
@@ -191,16 +204,14 @@ def _checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
 
 def _size_checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
     model, train = recipe.model, recipe.train
-    positive = {
+    sizes = {
         "model": "hidden_size intermediate_size layers heads key_value_heads",
-        "train": "steps batch_size accumulate learning_rate clip_norm log_every checkpoint_every",
+        "train": "steps batch_size accumulate learning_rate clip_norm log_every checkpoint_every "
+        "spike_factor",
         "reference": "steps",
         "eval": "batch_size heldout_batches heldout_points",
     }
-    for section, keys in positive.items():
-        for key in keys.split():
-            value = getattr(getattr(recipe, section), key)
-            yield f"{section}.{key} must be above 0, not {value}", value > 0
+    yield from positive(recipe, sizes)
     yield (
         "model.heads must be a multiple of model.key_value_heads",
         model.heads % model.key_value_heads == 0,
@@ -211,9 +222,10 @@ def _size_checks(recipe: Recipe) -> Iterator[tuple[str, bool]]:
     )
     for key in ("warmup_steps", "final_learning_rate", "weight_decay"):
         yield f"train.{key} must not be negative", getattr(train, key) >= 0
-    yield f"train.engine must be one of {', '.join(ENGINES)}", train.engine in ENGINES
-    yield f"train.on_nan must be one of {', '.join(ON_NAN)}", train.on_nan in ON_NAN
-    yield f"train.precision must be one of {', '.join(PRECISIONS)}", train.precision in PRECISIONS
+    # The reference model has the same warm-up, mostly in fewer steps.
+    fewest = max(1, min(train.steps, recipe.reference.steps))
+    warmup = min(1.0, train.warmup_steps / fewest)
+    yield decay_check("train.decay_fraction", train.decay_fraction, warmup)
 
 
 def _corpus_checks(corpus: CorpusConfig) -> Iterator[tuple[str, bool]]:

@@ -26,14 +26,14 @@ PREFIX = "model."  # the LightningModule's attribute
 EXTRA = "meta.pt"  # Lightning's file beside the shards: everything that is no weight
 
 
-def export(source: Path, target: Path) -> Path:
+def export(source: Path, target: Path, replace: bool = False) -> Path:
     """Write the model of a run folder (its newest checkpoint) or of one checkpoint to `target`.
 
     Returns the checkpoint used. Raises FileNotFoundError without one, FileExistsError when the
-    target has files, ValueError for a damaged checkpoint.
+    target has files that it may not `replace`, ValueError for a damaged checkpoint.
     """
     checkpoint = find_checkpoint(source)
-    if target.exists() and any(target.iterdir()):
+    if not replace and target.exists() and any(target.iterdir()):
         raise FileExistsError(
             f"{target} is not empty and nothing in it is overwritten: name another"
         )
@@ -48,7 +48,7 @@ def export(source: Path, target: Path) -> Path:
         if tokenizer is not None:
             shutil.copytree(tokenizer, draft, dirs_exist_ok=True)
         if target.exists():
-            target.rmdir()
+            target.rename(Path(work) / "before")  # goes with the temporary folder
         draft.rename(target)
     return checkpoint
 

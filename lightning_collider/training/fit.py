@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lightning_collider.training.callbacks import MetricsFile
+from lightning_collider.training.callbacks import MetricsFile, StopOnSignal
 from lightning_collider.training.checkpoint import (
     ABOUT,
     STATE,
@@ -69,7 +69,7 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
     """Train a fresh model on the job's rows, save it as a Hugging Face folder, return its numbers.
 
     Goes on from the newest usable checkpoint in the job's folder; the batches that follow are those
-    that an uninterrupted run would see.
+    that an uninterrupted run would see. Raises Stopped behind a step, saved, after a signal.
     """
     config = replace(recipe.train, steps=job.steps)
     model = build_model(recipe, tokenizer)
@@ -78,6 +78,7 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
     checkpoint = newest_usable(folder, identity)
     metrics = MetricsFile(job.folder / "metrics.jsonl")
     metrics.drop_behind(0 if checkpoint is None else read_json(checkpoint / ABOUT)["step"])
+    stop = StopOnSignal()
     trainer = make_trainer(
         config,
         job.strategy,
@@ -85,6 +86,7 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
         logger=[metrics, CSVLogger(job.folder, name="log")],
         callbacks=[
             *job.callbacks,
+            stop,
             Checkpoints(folder, config.checkpoint_every, KEPT_CHECKPOINTS, identity),
             LearningRateMonitor(logging_interval="step"),
             TQDMProgressBar(refresh_rate=5),
@@ -93,6 +95,7 @@ def fit(recipe: Recipe, job: Job, tokenizer: PreTrainedTokenizerFast) -> dict[st
     data = PackedData(job.data, config.batch_size, recipe.seed)
     with quiet():
         trainer.fit(module, data, ckpt_path=None if checkpoint is None else checkpoint / STATE)
+    stop.leave_if_received(trainer)
     if trainer.is_global_zero:
         module.model.save_pretrained(job.folder / "model")
         tokenizer.save_pretrained(job.folder / "model")

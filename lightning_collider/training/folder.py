@@ -17,11 +17,11 @@ FREE_KEYS = (
     "out",
     "data.folder",
     "data.verify",
-    "trainer.on_nan",
-    "trainer.on_spike",
-    "trainer.spike_factor",
-    "trainer.log_every",
-    "trainer.checkpoint_every",
+    *(
+        f"{section}.{key}"  # a training recipe's and a comparison's
+        for section in ("trainer", "train")
+        for key in ("on_nan", "on_spike", "spike_factor", "log_every", "checkpoint_every")
+    ),
     "trainer.keep_checkpoints",
     "trainer.validation_batches",
 )

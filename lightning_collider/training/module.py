@@ -5,23 +5,20 @@ the strategy's affair; the module only reads what the output says of it, to repo
 """
 
 import math
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torchmetrics import MeanMetric, SumMetric
 from transformers import PreTrainedModel
 
 from lightning_collider.nn.causal_lm import token_losses
 from lightning_collider.superposition.schedule import rate_factor
 from lightning_collider.training.config import TrainConfig
 from lightning_collider.training.guard import NOT_FINITE, GradientGuard
+from lightning_collider.training.meter import Meter
 from lightning_collider.training.utilisation import Utilisation
 
 
@@ -56,98 +53,19 @@ def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: batch[k] for k in ("input_ids", "labels", "position_ids") if k in batch}
 
 
-def kept_share(row: dict[str, float]) -> float:
-    """Kept rows over input tokens of a row of the log."""
-    return row["kept_per_s"] / row["tokens_per_s"]
+class LanguageModel(L.LightningModule):
+    """Trains a causal language model of transformers on batches of `input_ids` and `labels`.
 
-
-class Meter(nn.Module):
-    """Counts tokens and averages losses between two rows of the log, over all ranks.
-
-    Two losses: over the rows that were kept, and over all rows that have a target. Two speeds:
-    input tokens a second, and kept rows a second. Without filtering each pair is equal, up to the
-    last token of a sequence, which is an input and has no target.
+    Args:
+        model: not yet converted or sharded.
+        config: what a recipe says of its training.
+        section: the part of the recipe that says it, for what a message advises.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept_loss, self.all_loss = MeanMetric(), MeanMetric()
-        self.tokens, self.kept_rows = SumMetric(), SumMetric()
-        self.totals = {"input_tokens": 0.0, "kept_rows": 0.0, "seconds": 0.0}
-        self.last: dict[str, float] = {}  # the newest row of the log
-        self.start()
-
-    def start(self) -> None:
-        """Measure time from here on."""
-        self._batches, self._since = 0, time.perf_counter()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time that is spent inside out of the speeds."""
-        start = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - start
-
-    def now(self) -> dict[str, float]:
-        """Input tokens and seconds of training so far."""
-        so_far = {name: self.totals[name] for name in ("input_tokens", "seconds")}
-        if self._batches > 0:
-            so_far["input_tokens"] += self.tokens.compute().item()
-            so_far["seconds"] += time.perf_counter() - self._since
-        return so_far
-
-    def update(self, out: Any, labels: torch.Tensor) -> None:
-        """Take in one batch: the model's output and its labels (B, T)."""
-        has_target = labels[:, 1:] != -100
-        targets = kept = has_target.sum()
-        loss = loss_of_all = out.loss.detach()
-        if getattr(out, "keep", None) is not None:
-            kept = (out.keep[:, :-1] & has_target).sum()
-            loss_of_all = out.token_losses.detach().sum() / targets
-        self.kept_loss.update(loss, kept)
-        self.all_loss.update(loss_of_all, targets)
-        self.kept_rows.update(kept)
-        self.tokens.update(labels.numel())
-        self._batches += 1
-
-    def flush(self) -> dict[str, float]:
-        """Means and speeds since the last row, or the last row again when nothing came since.
-
-        This is the only place that waits for the device.
-        """
-        if self._batches == 0:
-            return self.last
-        tokens, kept = self.tokens.compute().item(), self.kept_rows.compute().item()
-        seconds = time.perf_counter() - self._since
-        self.last = {
-            "loss_kept": self.kept_loss.compute().item(),
-            "loss_all": self.all_loss.compute().item(),
-            "tokens_per_s": tokens / seconds,
-            "kept_per_s": kept / seconds,
-        }
-        new = {"input_tokens": tokens, "kept_rows": kept, "seconds": seconds}
-        self.totals = {name: self.totals[name] + new[name] for name in new}
-        for metric in (self.kept_loss, self.all_loss, self.tokens, self.kept_rows):
-            metric.reset()
-        self.start()
-        return self.last
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; ends the current row of the log."""
-        self.flush()
-        return {"totals": self.totals, "last": self.last}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.totals, self.last = state["totals"], state["last"]
-
-
-class LanguageModel(L.LightningModule):
-    """Trains a causal language model of transformers on batches of `input_ids` and `labels`."""
-
-    def __init__(self, model: PreTrainedModel, config: TrainConfig):
+    def __init__(self, model: PreTrainedModel, config: TrainConfig, section: str = "train"):
         super().__init__()
         self.model = model
-        self.config = config
+        self.config, self.section = config, section
         self.meter = Meter()
         self.guard = GradientGuard(config.on_nan, config.on_spike, config.spike_factor)
         self.utilisation: Utilisation | None = None  # for MFU in the log
@@ -168,13 +86,17 @@ class LanguageModel(L.LightningModule):
         at_step = (batch_idx + 1) % self.config.accumulate == 0
         step = self.trainer.global_step
         if at_step and (step % self.config.log_every == 0 or step == self.trainer.max_steps):
-            row = self.meter.flush()
-            row |= {"kept_share": kept_share(row)}
+            row = dict(self.meter.flush())
             if self.utilisation is not None:
-                row |= self.utilisation.row(row["tokens_per_s"], row["kept_share"])
+                row |= self.utilisation.row(row["positions_per_s"], row["kept_share"])
             self.log_dict(row, prog_bar=True)
-            so_far = {name: self.meter.totals[name] for name in ("input_tokens", "seconds")}
-            self.log_dict(self.step_numbers | so_far)
+            self.log_dict(self.step_numbers | self.meter.now())
+
+    def on_validation_start(self) -> None:
+        self.meter.clock.stop()
+
+    def on_validation_end(self) -> None:
+        self.meter.clock.go_on()
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         loss = self.model(**inputs_of(batch), use_cache=False).loss
@@ -220,7 +142,7 @@ class LanguageModel(L.LightningModule):
             key = "on_nan" if fault == NOT_FINITE else "on_spike"
             raise ValueError(
                 f"{what}. The weights are those before this step; start the same command with "
-                f"trainer.{key}=skip to leave the step out"
+                f"{self.section}.{key}=skip to leave the step out"
             )
         warnings.warn(what + ". The step is left out" * (policy == "skip"), stacklevel=2)
 

@@ -41,7 +41,7 @@ from lightning_collider.training.callbacks import (
     ProgressBar,
     StepSeed,
     StopOnSignal,
-    signals_restored,
+    stopped_by_signal,
 )
 from lightning_collider.training.checkpoint import (
     ABOUT,
@@ -107,10 +107,11 @@ class WindowData(L.LightningDataModule):
         self.steps_done = state_dict["steps_done"]
 
 
-def run_training(recipe: TrainingRecipe) -> dict[str, Any] | None:
-    """Train to the recipe's last step, or to a SIGTERM; return the numbers, None after a stop.
+def run_training(recipe: TrainingRecipe) -> dict[str, Any]:
+    """Train to the recipe's last step and return the numbers.
 
-    Raises FileExistsError for a folder that is not this recipe's, RuntimeError for one in use.
+    Raises FileExistsError for a folder that is not this recipe's, RuntimeError for one in use,
+    Stopped after a signal.
     """
     first = rank_of_process(recipe.trainer.devices) == 0
     with claimed(recipe) if first else contextlib.nullcontext(Path(recipe.out)) as folder:
@@ -118,11 +119,11 @@ def run_training(recipe: TrainingRecipe) -> dict[str, Any] | None:
             if first:
                 print(f"{folder} is finished. To make another run, choose its folder: out=OTHER")
             return read_json(folder / "train.json")
-        with signals_restored():
+        with stopped_by_signal(first):
             return _train(recipe, folder, first)
 
 
-def _train(recipe: TrainingRecipe, folder: Path, first: bool) -> dict[str, Any] | None:
+def _train(recipe: TrainingRecipe, folder: Path, first: bool) -> dict[str, Any]:
     if recipe.trainer.engine == "cpp":
         build()
     tokenizer, model = load_tokenizer(recipe.model), build_model(recipe)
@@ -136,7 +137,7 @@ def _train(recipe: TrainingRecipe, folder: Path, first: bool) -> dict[str, Any] 
         "seed": recipe.seed,
     }
     config = train_config(recipe, the_plan)
-    module = LanguageModel(model, config)
+    module = LanguageModel(model, config, section="trainer")
     module.describe = windows.describe
     ranks = recipe.trainer.devices * recipe.trainer.num_nodes
     module.utilisation = utilisation_of(model, windows.length, recipe.trainer.precision, ranks)
@@ -161,7 +162,8 @@ def _train(recipe: TrainingRecipe, folder: Path, first: bool) -> dict[str, Any] 
         if trainer.is_global_zero:
             tokenizer.save_pretrained(folder / "tokenizer")
         trainer.fit(module, data, ckpt_path=None if checkpoint is None else checkpoint / STATE)
-    return _finish(trainer, module, folder, stop)
+    stop.leave_if_received(trainer)
+    return _finish(trainer, module, folder)
 
 
 def _held_out(recipe: TrainingRecipe, shards: list[TokenShards]) -> Windows | None:
@@ -182,20 +184,14 @@ def _held_out(recipe: TrainingRecipe, shards: list[TokenShards]) -> Windows | No
     return None
 
 
-def _finish(
-    trainer: L.Trainer, module: LanguageModel, folder: Path, stop: StopOnSignal
-) -> dict[str, Any] | None:
-    """Write model and numbers, or say that the run was stopped."""
-    done = trainer.global_step
-    if done < trainer.max_steps:
-        if trainer.is_global_zero:
-            print(f"{stop.received} at step {done}, saved: start the same command to go on")
-        return None
-    numbers = {"steps": done, **module.meter.totals, **module.meter.last}
+def _finish(trainer: L.Trainer, module: LanguageModel, folder: Path) -> dict[str, Any]:
+    """Write model and numbers, also where a kill came between the two."""
+    steps = trainer.global_step
+    numbers = {"steps": steps, **module.meter.totals, **module.meter.last}
     if trainer.is_global_zero:
-        export(folder, folder / "model")
+        export(folder, folder / "model", replace=True)
         write_json(folder / "train.json", numbers)
-        print(f"{folder}: {done} steps; model/, metrics.jsonl and train.json are in it")
+        print(f"{folder}: {steps} steps; model/, metrics.jsonl and train.json are in it")
         print(f"Report: {write_report([folder])}")
     trainer.strategy.barrier()
     return numbers

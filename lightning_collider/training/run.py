@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 import lightning_collider as lc
+from lightning_collider.eval.harness import FILE_TASKS, TASKS, evaluate, load_tasks
 from lightning_collider.filtering.reference import reference_losses
 from lightning_collider.ops import build
 from lightning_collider.report.record import (
@@ -33,6 +34,7 @@ from lightning_collider.report.record import (
     token_sizes,
 )
 from lightning_collider.report.write import write_report
+from lightning_collider.training.callbacks import stopped_by_signal
 from lightning_collider.training.config import ArmConfig, Recipe
 from lightning_collider.training.corpus import Corpus, build_corpus, load_corpus
 from lightning_collider.training.data import PackedRows
@@ -46,9 +48,10 @@ from lightning_collider.training.sources import SOURCES
 def run_recipe(recipe: Recipe) -> dict[str, Any]:
     """Do what is left to do of a recipe in its folder, print the table, return the results.
 
-    Raises FileExistsError for a folder that is not this recipe's, RuntimeError for one in use.
+    Raises FileExistsError for a folder that is not this recipe's, RuntimeError for one in use,
+    ValueError for a task that there is not, Stopped after a signal.
     """
-    with claimed(recipe) as folder:
+    with claimed(recipe) as folder, stopped_by_signal():
         finished = (folder / "results.json").is_file()
         if not finished:
             _do_stages(recipe, folder)
@@ -64,6 +67,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _do_stages(recipe: Recipe, folder: Path) -> None:
+    _check_tasks(recipe.eval.tasks)
     if recipe.train.engine == "cpp":
         print("== C++ operators: compiled on first use, which takes a minute or two", flush=True)
         build()
@@ -92,6 +96,22 @@ def _do_stages(recipe: Recipe, folder: Path) -> None:
     results = collect(recipe, folder, corpus.manifest)
     write_text(folder / "results.md", to_markdown(results))
     write_json(folder / "results.json", results)
+
+
+def _check_tasks(tasks: list[str]) -> None:
+    """Raise ValueError for tasks that a run cannot be scored by, ConnectionError without data."""
+    with_files = sorted(set(tasks) & set(FILE_TASKS))
+    if with_files:
+        raise ValueError(
+            f"eval.tasks: {', '.join(with_files)} need files that a run does not have; train "
+            "without them, and score the run by `collider eval` then"
+        )
+    theirs = sorted(set(tasks) - set(TASKS))
+    if theirs:  # only lm-eval knows them, and looks for a while
+        try:
+            load_tasks(theirs, {})
+        except ValueError as error:
+            raise ValueError(f"eval.tasks: {error}") from error
 
 
 def _stage(name: str, marker: Path, work: Callable[[], None]) -> None:
@@ -168,9 +188,6 @@ def _records(
 
 
 def _evaluate(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
-    # imported here: lm-eval takes seconds to load, and only this stage needs it
-    from lightning_collider.eval.harness import evaluate
-
     scores = evaluate(
         folder / "model",
         recipe.eval.tasks,

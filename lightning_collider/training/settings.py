@@ -11,6 +11,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from lightning_collider.training.checks import decay_check, one_of, positive
+
 OVER = ("batch", "sequence")
 ENGINES = ("cpp", "oracle")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
@@ -162,9 +164,21 @@ def _data_factor(config: SuperpositionConfig | None) -> float:
     return 1.0 if config is None else 1.0 + config.ratio * (config.bag_size - 1)
 
 
+CHOICES = {  # key -> the values it may have
+    "trainer.engine": ENGINES,
+    "trainer.precision": PRECISIONS,
+    "trainer.sharding": SHARDINGS,
+    "trainer.on_nan": ON_NAN,
+    "trainer.on_spike": ON_SPIKE,
+    "filter.selector": SELECTORS,
+    "filter.over": OVER,
+    "filter.stored_type": SCORE_TYPES,
+}
+
+
 def checks(recipe: TrainingRecipe) -> Iterator[tuple[str, bool]]:
     """Pairs of a message and whether the recipe is free of the mistake it names."""
-    positive = {
+    sizes = {
         "data": "sequence_length shard_tokens",
         "trainer": "batch_tokens micro_batch_size devices num_nodes log_every checkpoint_every "
         "keep_checkpoints validation_batches max_tokens epochs max_steps validate_every "
@@ -172,45 +186,22 @@ def checks(recipe: TrainingRecipe) -> Iterator[tuple[str, bool]]:
         "optimizer": "learning_rate clip_norm",
         "model": "layers",
     }
-    for section, keys in positive.items():
-        for key in keys.split():
-            value = getattr(getattr(recipe, section), key)
-            yield f"{section}.{key} must be above 0, not {value}", value is None or value > 0
+    yield from positive(recipe, sizes)
     limits = (recipe.trainer.max_tokens, recipe.trainer.epochs, recipe.trainer.max_steps)
     yield (
         "give trainer.max_tokens, trainer.epochs or trainer.max_steps",
         any(limit is not None for limit in limits),
     )
-    yield from _choice_checks(recipe)
+    yield from one_of(recipe, CHOICES)
     yield from _data_checks(recipe.data)
     yield from _filter_checks(recipe.filter)
     yield from _superposition_checks(recipe.superposition)
     warmup, decay = recipe.optimizer.warmup_fraction, recipe.optimizer.decay_fraction
     yield f"optimizer.warmup_fraction must be in [0, 1], not {warmup}", 0 <= warmup <= 1
-    yield (
-        f"optimizer.decay_fraction must be in [0, 1 - warmup_fraction], not {decay}",
-        decay is None or 0 <= decay <= 1 - warmup,
-    )
+    yield decay_check("optimizer.decay_fraction", decay, warmup)
     for key in ("final_learning_rate", "weight_decay"):
         yield f"optimizer.{key} must not be negative", getattr(recipe.optimizer, key) >= 0
     yield "model.config must name a model_type", "model_type" in recipe.model.config
-
-
-def _choice_checks(recipe: TrainingRecipe) -> Iterator[tuple[str, bool]]:
-    choices = {
-        "trainer.engine": ENGINES,
-        "trainer.precision": PRECISIONS,
-        "trainer.sharding": SHARDINGS,
-        "trainer.on_nan": ON_NAN,
-        "trainer.on_spike": ON_SPIKE,
-        "filter.selector": SELECTORS,
-        "filter.over": OVER,
-        "filter.stored_type": SCORE_TYPES,
-    }
-    for key, allowed in choices.items():
-        section, name = key.split(".")
-        value = getattr(getattr(recipe, section), name)
-        yield f"{key} must be one of {', '.join(allowed)}, not {value!r}", value in allowed
 
 
 def _data_checks(data: DataConfig) -> Iterator[tuple[str, bool]]:

@@ -72,7 +72,7 @@ def test_curves_are_those_of_the_log(finished):
     drawn = {chart["title"]: chart for chart in charts(run.arms)}
     for number, arm in enumerate(("regular", "filtered")):
         rows = [json.loads(r) for r in (finished[1] / "arms" / arm / "metrics.jsonl").open()]
-        rows = [row for row in rows if "loss_all" in row]
+        rows = [row for row in rows if "tokens_per_s" in row]
         assert [row["input_tokens"] for row in rows] == [256, 512, 768]
         expected = [[row["input_tokens"], row["seconds"], row["loss_all"]] for row in rows]
         assert drawn["Training loss, all tokens"]["series"][number]["points"] == expected
@@ -119,6 +119,21 @@ def test_tables_of_a_run(finished):
     assert kept / tokens == pytest.approx(76 / 128, abs=0.02)
 
 
+def test_a_run_on_bags_costs_by_its_positions(finished):
+    """Bags of 4 tokens for the same time: 4 times the tokens, and the time and FLOPs of a step."""
+    base, bags = (copy.deepcopy(read_run(finished[1]).arms[0]) for _ in range(2))
+    bags.name = "bags"
+    last = bags.log[-1]
+    last["positions"], last["input_tokens"] = last["input_tokens"], 4 * last["input_tokens"]
+    base.log[-1].pop("positions")  # an older run's, on single tokens
+    table = speed_table([base, bags])
+    plain, bagged = (dict(zip(table.columns, row[1:], strict=True)) for row in table.rows)
+    assert bagged["time / regular"] == "1.000"
+    assert bagged["GFLOP/s executed"] == plain["GFLOP/s executed"]
+    speeds = [float(row["tokens/s"].replace(",", "")) for row in (plain, bagged)]
+    assert speeds[1] == pytest.approx(4 * speeds[0], rel=1e-3)
+
+
 def test_flops_of_a_run_by_hand(finished):
     """Two blocks of width 32: q, o 32 x 32, k, v 32 x 16, MLP 3 x 32 x 48; head 32 x vocabulary."""
     arms = read_run(finished[1]).arms
@@ -132,7 +147,7 @@ def test_mfu_is_of_the_dense_peak_of_device_and_data_type(finished):
     """The runs are float32, so an H200's 66.9 TFLOP/s count, and not the 989.4 of bfloat16."""
     arms = copy.deepcopy(read_run(finished[1]).arms)
     for arm in arms:
-        arm.log[-1]["seconds"], arm.log[-1]["input_tokens"] = 1e-9, arm.length
+        arm.log[-1]["seconds"], arm.log[-1]["positions"] = 1e-9, arm.length
     table = speed_table(arms, "NVIDIA H200")
     found = dict(zip(table.columns, table.rows[0][1:], strict=True))
     flops = arms[0].flops.forward + arms[0].flops.dense_backward

@@ -74,11 +74,21 @@ def small_recipe(folder: Path, *overrides: str) -> TrainingRecipe:
     return load_training(str(folder / "small.yaml"), list(overrides))
 
 
+def logged_by_step(folder: Path) -> dict[int, dict]:
+    """Optimizer step -> all that a run's metrics.jsonl says of it."""
+    found: dict[int, dict] = {}
+    for line in (folder / "run" / "metrics.jsonl").open():
+        row = json.loads(line)
+        found.setdefault(row["step"], {}).update(row)
+    return found
+
+
 def rows_of(folder: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl that hold a loss, without what depends on time."""
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+    """What a run logged of each step, without what depends on time."""
     kept = ("step", "loss_kept", "loss_all", "gradient_norm", "learning_rate", "kept_share")
-    return [{k: row[k] for k in kept} for row in rows if "loss_kept" in row]
+    kept += ("input_tokens", "positions", "tst/loss", "tst/floor")
+    rows = [row for row in logged_by_step(folder).values() if "tokens_per_s" in row]
+    return [{name: row[name] for name in kept if name in row} for row in rows]
 
 
 def train_here(folder: Path, overrides: tuple[str, ...] = ()) -> None:

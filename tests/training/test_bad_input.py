@@ -12,7 +12,6 @@ import torch
 
 from lightning_collider import cli
 from lightning_collider.data.shards import read_manifest
-from lightning_collider.training import pretrain
 from lightning_collider.training.checkpoint import Checkpoints, complete_steps
 from lightning_collider.training.module import LanguageModel
 from lightning_collider.training.pretrain import run_training
@@ -64,11 +63,21 @@ def test_a_run_leaves_the_signals_as_they_were(folder):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_stopped_run_has_an_exit_status_of_its_own(folder, monkeypatch):
-    monkeypatch.setattr(pretrain, "run_training", lambda recipe: None)
-    with pytest.raises(SystemExit) as stopped:
+def test_a_stopped_run_has_an_exit_status_of_its_own(folder, monkeypatch, capsys):
+    """A signal in step 1: the step is ended and saved, and its process leaves with status 75."""
+    step = LanguageModel.training_step
+
+    def signalled(self, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(LanguageModel, "training_step", signalled)
         train(folder)
     assert stopped.value.code == 75
+    assert "SIGTERM at step 1, saved: start the same command" in capsys.readouterr().out
+    assert complete_steps(folder / "run" / "checkpoints") == [1]
+    assert train(folder) == 0
 
 
 @pytest.mark.parametrize("documents", [0, 3])

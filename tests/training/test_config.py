@@ -83,6 +83,15 @@ def test_defaults_that_lead_back_or_are_no_list_are_refused(tmp_path):
         ("train.steps=0", ["train.steps", "above 0"]),
         ("train.precision=16-mixed", ["train.precision", "bf16-mixed"]),
         ("train.engine=cuda", ["train.engine", "oracle"]),
+        ("train.on_nan=warn", ["train.on_nan", "stop, skip", "'warn'"]),
+        ("train.on_spike=shout", ["train.on_spike", "warn, stop, skip", "'shout'"]),
+        ("train.spike_factor=0", ["train.spike_factor", "above 0", "not 0.0"]),
+        ("train.spike_factor=-3", ["train.spike_factor", "above 0", "not -3.0"]),
+        ("train.decay_fraction=1.5", ["train.decay_fraction", "not 1.5"]),
+        ("train.decay_fraction=-0.1", ["train.decay_fraction", "not -0.1"]),
+        # 25 of the reference's 150 steps are the warm-up.
+        ("train.decay_fraction=0.84", ["train.decay_fraction", "0.833333", "not 0.84"]),
+        ("eval.tasks=[]", ["eval.tasks", "at least one"]),
         ("train.steps", ["'train.steps'", "key=value"]),
         ("train.steps=[", ["train.steps=[", "YAML"]),
     ],
@@ -92,6 +101,10 @@ def test_mistake_is_named(override, words):
         load_recipe("quickstart", [override])
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_decay_that_fits_behind_the_warm_up():
+    assert load_recipe("quickstart", ["train.decay_fraction=0.83"]).train.decay_fraction == 0.83
 
 
 def test_unknown_and_missing_keys_of_a_file_are_named(tmp_path):

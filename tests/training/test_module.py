@@ -1,6 +1,4 @@
-"""The learning rate, the order of batches and the counting of tokens, against values by hand."""
-
-from types import SimpleNamespace
+"""The learning rate and the order of batches, against values by hand."""
 
 import numpy as np
 import pytest
@@ -8,7 +6,7 @@ import torch
 
 from lightning_collider.training.config import load_comparison
 from lightning_collider.training.data import BatchOrder, PackedRows
-from lightning_collider.training.module import LanguageModel, Meter, cosine_with_warmup
+from lightning_collider.training.module import LanguageModel, cosine_with_warmup
 
 
 @pytest.mark.parametrize(
@@ -69,31 +67,3 @@ def test_rows_are_inputs_and_labels():
     item = PackedRows(np.array([[1, 2], [3, 60_000]], np.uint16))[1]
     assert item["input_ids"].tolist() == item["labels"].tolist() == [3, 60_000]
     assert item["input_ids"].dtype == torch.int64
-
-
-def test_meter_by_hand(monkeypatch):
-    """Two batches of one row of four tokens; two rows kept of three, then one."""
-    times = iter([10.0, 14.0, 14.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    meter = Meter()
-    labels = torch.tensor([[1, 2, 3, 4]])
-    losses = torch.tensor([[1.0, 2.0, 6.0, 0.0]], requires_grad=True)
-    for keep in ([True, False, True, True], [False, True, False, False]):
-        mask = torch.tensor([keep])
-        loss = losses[:, :3][mask[:, :3]].mean()
-        meter.update(SimpleNamespace(loss=loss, token_losses=losses, keep=mask), labels)
-    row = meter.flush()
-    assert row["loss_kept"] == pytest.approx((1 + 6 + 2) / 3)
-    assert row["loss_all"] == pytest.approx(3)
-    assert row["tokens_per_s"] == 8 / 4
-    assert row["kept_per_s"] == 3 / 4
-    assert meter.totals == {"input_tokens": 8, "kept_rows": 3, "seconds": 4}
-    assert meter.flush() == row  # nothing came since
-
-
-def test_meter_of_a_plain_model_counts_targets():
-    meter = Meter()
-    meter.update(SimpleNamespace(loss=torch.tensor(2.5)), torch.tensor([[1, 2, -100, 4]]))
-    row = meter.flush()
-    assert row["loss_kept"] == row["loss_all"] == 2.5
-    assert (meter.totals["input_tokens"], meter.totals["kept_rows"]) == (4, 2)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightning_collider.training import pretrain
+from lightning_collider.training.callbacks import Stopped
 from lightning_collider.training.checkpoint import (
     ABOUT,
     STATE,
@@ -73,10 +75,10 @@ def start(folder, overrides, ranks, target=train_rank):
     return processes
 
 
-def finish(folder, processes):
+def finish(folder, processes, status=0):
     for process in processes:
         process.join(TIMEOUT_S)
-        assert process.exitcode == 0, (folder / "output-0.txt").read_text()[-3000:]
+        assert process.exitcode == status, (folder / "output-0.txt").read_text()[-3000:]
 
 
 def lines_written(folder):
@@ -207,9 +209,43 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
         assert process.is_alive(), (cut / "output-0.txt").read_text()[-3000:]
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGTERM)
-    finish(cut, [process])
+    finish(cut, [process], Stopped.STATUS)
     (step,) = complete_steps(cut / "run" / "checkpoints")
     assert 0 < step < 12
     assert f"SIGTERM at step {step}, saved" in (cut / "output-0.txt").read_text()
     run_training(small_recipe(cut, *overrides))
     assert_equal_runs(whole, cut)
+
+
+def test_a_signal_while_the_data_are_prepared_has_the_same_status(tmp_path, monkeypatch, capsys):
+    """No step was taken, so there is nothing to save."""
+    write_inputs(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(pretrain, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        run_training(small_recipe(tmp_path))
+    assert stopped.value.code == 75
+    assert "SIGTERM: start the same command to go on" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert run_training(small_recipe(tmp_path))["steps"] == 12
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_kill_between_model_and_numbers_is_made_good(tmp_path, monkeypatch, stale):
+    """The model is there and train.json is not; or somebody exported an earlier one there."""
+    whole, folder = tmp_path / "whole", tmp_path / "cut"
+    for place in (whole, folder):
+        write_inputs(place)
+    expected = run_training(small_recipe(whole))
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="power cut"):
+        patch.setattr(pretrain, "write_json", lambda *_: {}["power cut"])
+        run_training(small_recipe(folder))
+    model = folder / "run" / "model"
+    assert model.is_dir() and not (folder / "run" / "train.json").exists()
+    if stale:
+        (model / "model.safetensors").write_bytes(b"of another step")
+    found = run_training(small_recipe(folder))
+    for name in ("steps", "input_tokens", "kept_rows", "loss_all"):
+        assert found[name] == expected[name]
+    assert_equal_runs(whole, folder)
+    assert (folder / "run" / "train.json").is_file()

@@ -2,12 +2,16 @@
 
 import csv
 import json
+import os
+import re
+import signal
 
 import pytest
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
+from lightning_collider import cli
 from lightning_collider.training import run as run_module
 from lightning_collider.training.checkpoint import (
     ABOUT,
@@ -15,7 +19,7 @@ from lightning_collider.training.checkpoint import (
     checkpoint_path,
     complete_steps,
 )
-from lightning_collider.training.config import load_comparison
+from lightning_collider.training.config import load_comparison, to_yaml
 from lightning_collider.training.files import read_json, write_json
 from lightning_collider.training.fit import build_model
 from lightning_collider.training.folder import claimed
@@ -198,3 +202,110 @@ def test_spoilt_checkpoint_of_an_arm_is_passed_over(finished, tiny, tmp_path, mo
     with pytest.warns(UserWarning, match=f"step=00000004 {message}.*the checkpoint before"):
         run_recipe(tiny())
     assert_same_training(finished[1], tmp_path / "run")
+
+
+def signal_at(monkeypatch, recipe, batches):
+    """Let the first arm of a recipe get a SIGTERM in so many batches."""
+    step = LanguageModel.training_step
+
+    def signalled(self, batch, batch_idx):
+        if self.config.steps == recipe.train.steps and batch_idx == batches:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(LanguageModel, "training_step", signalled)
+
+
+# The second one is the last step: that arm is done, and the others are not begun.
+@pytest.mark.parametrize("steps", [3, 6])
+def test_sigterm_saves_with_a_status_and_the_same_command_goes_on(
+    finished, tiny, tmp_path, monkeypatch, capsys, steps
+):
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        signal_at(patch, tiny(), steps - 1)
+        cli.main(["train", str(recipe_file(tiny(), tmp_path))])
+    assert stopped.value.code == 75
+    assert f"SIGTERM at step {steps}, saved: start the same command" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert complete_steps(tmp_path / "run/arms/regular/checkpoints")[-1] == steps
+    assert not (tmp_path / "run/arms/filtered").exists()
+    assert cli.main(["train", str(recipe_file(tiny(), tmp_path))]) == 0
+    assert_same_training(finished[1], tmp_path / "run")
+
+
+def recipe_file(recipe, folder):
+    """A resolved recipe as a file, for the command line."""
+    path = folder / "recipe.yaml"
+    path.write_text(to_yaml(recipe))
+    return path
+
+
+def test_sigterm_while_an_arm_is_scored(tiny, monkeypatch):
+    """Nothing of the stage is kept, and those before it are."""
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(run_module, "evaluate", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+        run_recipe(tiny())
+    assert stopped.value.code == 75
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_fit_reference", lambda *_: pytest.fail("trained again"))
+        assert set(run_recipe(tiny())["arms"]) == {"regular", "filtered"}
+
+
+def test_what_a_bad_gradient_advises_lets_the_comparison_go_on(
+    finished, tiny, tmp_path, monkeypatch
+):
+    """Step 4 of the first arm has an infinite loss."""
+    step = LanguageModel.training_step
+
+    def spoilt(self, batch, batch_idx):
+        bad = self.config.steps == 6 and batch_idx == 3
+        return step(self, batch, batch_idx) * (float("inf") if bad else 1.0)
+
+    monkeypatch.setattr(LanguageModel, "training_step", spoilt)
+    with pytest.raises(ValueError, match=r"step 4 is not finite.*start the same") as error:
+        run_recipe(tiny())
+    (advice,) = re.findall(r"\S+=skip", str(error.value))
+    assert advice == "train.on_nan=skip"
+    with pytest.warns(UserWarning, match="step 4 is not finite.*The step is left out"):
+        results = run_recipe(tiny(advice))
+    assert results["arms"]["regular"]["train"]["steps"] == 6
+    expected, found = weights(finished[1], "regular"), weights(tmp_path / "run", "regular")
+    assert any(not torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "key", ["train.on_spike=skip", "train.spike_factor=20.0", "train.log_every=3"]
+)
+def test_a_comparison_may_go_on_with_other_words_about_its_log_and_spikes(tiny_in, tmp_path, key):
+    with claimed(tiny_in(tmp_path / "run")) as folder:
+        (folder / "corpus").mkdir()
+    with claimed(tiny_in(tmp_path / "run", key, "train.checkpoint_every=1")) as folder:
+        assert folder == tmp_path / "run"
+
+
+@pytest.fixture
+def untrained(monkeypatch):
+    """A run must not begin its first stage."""
+    monkeypatch.setattr(run_module, "build_corpus", lambda *_: pytest.fail("a stage was begun"))
+
+
+def test_tasks_that_need_files_are_named_before_anything_is_trained(tiny, untrained):
+    with pytest.raises(ValueError, match=r"eval\.tasks: gsm8k_text need files.*collider eval"):
+        run_recipe(tiny("eval.tasks=[heldout_bits,gsm8k_text]"))
+
+
+@pytest.mark.slow
+def test_unknown_tasks_are_named_before_anything_is_trained(tiny, untrained):
+    message = r"eval\.tasks: unknown tasks \['heldout_bitz'\].*heldout_bits"
+    with pytest.raises(ValueError, match=message):
+        run_recipe(tiny("eval.tasks=[heldout_bitz,general_bits]"))
+
+
+def test_only_lm_evals_own_tasks_are_looked_up_there(tiny, untrained, monkeypatch):
+    def look_up(tasks, places):
+        raise ValueError(f"unknown tasks {tasks}")
+
+    monkeypatch.setattr(run_module, "load_tasks", look_up)
+    with pytest.raises(ValueError, match=r"eval\.tasks: unknown tasks \['arc_easi'\]"):
+        run_recipe(tiny("eval.tasks=[arc_easi,general_bits]"))

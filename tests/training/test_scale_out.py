@@ -1,8 +1,10 @@
 """The launchers of docs/scale-out.md, on two processes, against the same run in one."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -118,3 +120,22 @@ def test_rank_of_each_launcher(monkeypatch, environment, rank, world):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert (rank_of_process(devices=4), ranks_of_job()) == (rank, world)
+
+
+SLURM = Path(__file__).parents[2] / "docs" / "scale-out.md"
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(0, False), (2, False), (75, True)])
+def test_slurm_template_requeues_a_run_that_was_stopped(tmp_path, status, requeued):
+    """Stand-ins for srun, which ends with a status, and for scontrol, which writes its words."""
+    (script,) = re.findall(r"```\n(#!/bin/bash\n#SBATCH.*?)```", SLURM.read_text(), re.DOTALL)
+    words = tmp_path / "words"
+    for name, line in (("srun", f"exit {status}"), ("scontrol", f'echo "$@" > {words}')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    done = subprocess.run(["bash", "-c", script], env=environment, timeout=TIMEOUT_S)
+    assert done.returncode == status
+    assert words.exists() == requeued
+    if requeued:
+        assert words.read_text() == "requeue 17\n"

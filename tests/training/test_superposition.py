@@ -36,11 +36,16 @@ def test_the_log_shows_both_phases_and_the_filter_begins_with_the_second(tmp_pat
     write_inputs(tmp_path)
     words = [BAGS, f"filter.selector={selector}", f"filter.keep={0.6 if selector != 'none' else 1}"]
     run_training(small_recipe(tmp_path, *words))
-    shares = [row["kept_share"] for row in rows_of(tmp_path)]
-    assert len(shares) == 12
-    # Labels are missing at the first token of each document and sequence.
-    dense = [share > 0.8 for share in shares]
+    rows = rows_of(tmp_path)
+    assert len(rows) == 12
+    # Single tokens have no label at the first of each document and sequence; a bag is all kept.
+    dense = [row["kept_share"] > 0.8 for row in rows]
     assert dense == [True] * 6 + [selector == "none"] * 6
+    # The losses of the two phases cannot be compared, so they have different names.
+    assert ["loss_all" in row for row in rows] == [False] * 6 + [True] * 6
+    assert ["loss_kept" in row for row in rows] == [False] * 6 + [True] * 6
+    for row in rows[:6]:
+        assert 0 < row["tst/floor"] < row["tst/loss"]
 
 
 def test_kills_on_both_sides_of_the_switch_leave_the_loss_curve_bit_equal(tmp_path):
