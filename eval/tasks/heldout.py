@@ -54,8 +54,11 @@ def questions(corpus_dir: Path | None, **_: Any) -> dict[str, Dataset]:
 
 
 def answers(corpus_dir: Path | None, **_: Any) -> dict[str, Dataset]:
-    """Each held-out problem as `prompt`, with its `answer` as the model should go on."""
-    return _of([{"prompt": p.prompt, "answer": f" {p.answer}"} for p in _problems(corpus_dir)])
+    """Each held-out problem as `prompt`, with its `answer` as the model should go on.
+
+    Compared without the blank before it.
+    """
+    return _of([{"prompt": p.prompt, "answer": str(p.answer)} for p in _problems(corpus_dir)])
 
 
 def next_lines(corpus_dir: Path | None, **_: Any) -> dict[str, Dataset]:

@@ -19,7 +19,6 @@ from lightning_collider.eval.harness import (
     main_metric,
 )
 from lightning_collider.eval.tasks.heldout import (
-    answers,
     general_texts,
     line_questions,
     near_answers,
@@ -152,13 +151,32 @@ def test_general_bits_and_noise_bits_equal_direct_computation(run_folder, tmp_pa
         assert found[f"{name}_bits"]["value"] == pytest.approx(expected, rel=1e-5)
 
 
-@torch.no_grad()
-def test_exact_answers_equal_greedy_decoding(run_folder, scores):
-    """An untrained model answers nothing right; one that we pretend said the answer does."""
+@pytest.mark.parametrize(
+    ("said", "share"), [(" {}", 1.0), ("{}", 1.0), (" 1{}", 0.0), (" {}.", 0.0), ("", 0.0)]
+)
+def test_exact_answers_count_what_the_model_says(run_folder, monkeypatch, said, share):
+    """With a blank before it and without: tokenizers decode the first word in two ways."""
     folder, problems, _, _ = run_folder
-    items = answers(folder / "corpus")["test"]
-    assert [item["answer"] for item in items] == [f" {p.answer}" for p in problems]
-    assert scores["heldout_exact"]["value"] == 0.0 and scores["heldout_exact"]["items"] == ITEMS
+
+    def generate(self, requests, **_):
+        prompts = [request.args[0] for request in requests]
+        assert prompts == [problem.prompt for problem in problems]
+        return [said.format(problem.answer) for problem in problems]
+
+    monkeypatch.setattr("lm_eval.models.huggingface.HFLM.generate_until", generate)
+    found = evaluate(folder / "model", ["heldout_exact"], batch_size=5)["heldout_exact"]
+    assert found["value"] == share and found["items"] == ITEMS
+
+
+def test_exact_answers_of_the_model_equal_greedy_decoding(run_folder, scores):
+    _, problems, tokenizer, model = run_folder
+    right = 0
+    for problem in problems:
+        ids = tokenizer(problem.prompt, return_tensors="pt")["input_ids"]
+        said = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        text = tokenizer.decode(said, skip_special_tokens=True).split("\n")[0].strip()
+        right += text == str(problem.answer)
+    assert scores["heldout_exact"]["value"] == right / ITEMS
 
 
 def test_code_lines_equal_direct_computation(run_folder, scores):

@@ -21,7 +21,10 @@ def gsm8k_texts(data_dir: Path, **_: Any) -> dict[str, Dataset]:
 
 def blimp_pairs(data_dir: Path, **_: Any) -> dict[str, Dataset]:
     """Pairs of BLiMP's sets in blimp/ in turn: `sentence_good` and `sentence_bad`."""
-    sets = [_rows(path)[:PAIRS_A_SET] for path in sorted((data_dir / "blimp").glob("*.jsonl"))]
+    files = sorted((data_dir / "blimp").glob("*.jsonl"))
+    if not files:
+        raise FileNotFoundError(f"no sets of pairs {data_dir / 'blimp'}/*.jsonl")
+    sets = [_rows(path)[:PAIRS_A_SET] for path in files]
     keys = ("sentence_good", "sentence_bad")
     pairs = [{key: row[key] for key in keys} for rows in zip(*sets, strict=True) for row in rows]
     return {"test": Dataset.from_list(pairs)}
