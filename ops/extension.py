@@ -40,6 +40,7 @@ def compiler_flags() -> list[str]:
 
 
 FLAGS = compiler_flags()
+_loaded: ModuleType | None = None  # what this process computes with
 
 
 def cache_dir() -> Path:
@@ -83,8 +84,9 @@ def build(verbose: bool = False) -> Path:
     Raises:
         RuntimeError: no C++ compiler, or the compiler failed; says what to do.
     """
-    loaded = sys.modules.get(NAME)
-    binary = binary_path() if loaded is None else Path(str(loaded.__file__))
+    if _loaded is not None:
+        return Path(str(_loaded.__file__))
+    binary = binary_path()
     if binary.exists():
         return binary
     binary.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -151,15 +153,16 @@ def _check_tools(compiler: str) -> None:
 
 def load() -> ModuleType:
     """Build if needed, and import the compiled module."""
-    if NAME in sys.modules:
-        return sys.modules[NAME]
+    global _loaded
+    if _loaded is not None:
+        return _loaded
     binary = build()
     spec = importlib.util.spec_from_file_location(NAME, binary)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.__dict__["triton_library"] = _register_triton()
-    sys.modules[NAME] = module
+    sys.modules[NAME] = _loaded = module
     return module
 
 

@@ -16,7 +16,11 @@ import lightning_collider.ops.extension as b
 b.FLAGS = ["-O0"]
 b.source_files = lambda: sorted(Path(sys.argv[1]).glob("*.cpp"))
 b.build()
-print(b.load().answer())
+module = b.load()
+assert module.triton_library is None and b.load() is module  # not what torch imported to compile it
+b.source_files = list
+assert str(b.build()) == module.__file__
+print(module.answer())
 """
 
 TINY = """
