@@ -162,6 +162,7 @@ def load() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.__dict__["triton_library"] = _register_triton()
+    module.__file__ = str(binary)  # the scratch folder's, where this process has compiled it
     sys.modules[NAME] = _loaded = module
     return module
 
