@@ -13,7 +13,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,12 @@ def main(args: argparse.Namespace) -> None:
     """Run the bench and print its table."""
     if args.json is not None:
         check_output(args.json)
-    result = bench(
+    (result,) = bench(
         args.shape,
         args.layers,
         args.seq,
         args.batch,
-        args.keep,
+        [args.keep],
         args.dtype,
         args.device,
         max(args.rounds, MIN_ROUNDS),
@@ -72,17 +72,18 @@ def bench(
     layers: int | None,
     seq: int,
     batch: int,
-    keep: float,
+    keeps: Sequence[float],
     dtype: str,
     device: str,
     rounds: int,
     alternatives: bool = False,
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Time Hugging Face, ours dense and ours filtered, and `alternatives` where they are wanted.
 
     Returns:
-        Medians in seconds, ratios with quartiles, FLOP floors, peak memory ratio, selection's share
-        of the filtered step, and where it ran; the keys are those of ``collider bench --json``.
+        For each kept fraction: medians in seconds, ratios with quartiles, FLOP floors, peak memory
+        ratio, selection's share of the filtered step, and where it ran; the keys are those of
+        ``collider bench --json``. The fractions share their rounds.
 
     Raises:
         ValueError: device "cuda" where there is none.
@@ -92,36 +93,40 @@ def bench(
     torch.manual_seed(0)
     config = copy.deepcopy(SHAPES[shape])
     config.num_hidden_layers = layers or config.num_hidden_layers
-    steps = Steps(config, batch, seq, keep, DTYPES[dtype], torch.device(device))
-    kinds = kinds_of(steps, alternatives)
-    seen = run_rounds(steps, kinds, rounds)
-    hugging_face = peak_bytes(steps.hugging_face, steps.model)
-    return {
-        "shape": shape,
-        "layers": config.num_hidden_layers,
-        "seq": seq,
-        "batch": batch,
-        "keep": keep,
-        "dtype": dtype,
-        "device": device,
-        "rounds": rounds,
-        **times(seen),
-        **ratios(seen),
-        "selection_share": selection_share(steps, rounds),
-        "floor_backward": steps.flops.floor_backward,
-        "floor_step": steps.flops.floor_step,
-        **{
-            f"{name}_peak_memory_ratio": peak_bytes(kinds[name], steps.model) / hugging_face
-            for name in kinds
-            if name in ALTERNATIVES
-        },
-        "peak_memory_ratio": peak_bytes(steps.filtered, steps.model) / hugging_face,
-        **where(),
-    }
+    first = Steps(config, batch, seq, keeps[0], DTYPES[dtype], torch.device(device))
+    several = {keep: first.at(keep) for keep in keeps}
+    ways = ways_of(several, alternatives)
+    seen = run_rounds(first, ways, rounds)
+    peaks = {key: peak_bytes(w, first.model) for key, w in ways.items() if key[0] != "dense"}
+    ran = where()
+    results = []
+    for keep, steps in several.items():
+        times_of = {name: pairs for (name, at), pairs in seen.items() if at in (None, keep)}
+        peaks_of = {name: bytes_ for (name, at), bytes_ in peaks.items() if at in (None, keep)}
+        results.append(
+            {
+                "shape": shape,
+                "layers": config.num_hidden_layers,
+                "seq": seq,
+                "batch": batch,
+                "keep": keep,
+                "dtype": dtype,
+                "device": device,
+                "rounds": rounds,
+                **times(times_of),
+                **ratios(times_of),
+                "selection_share": selection_share(steps),
+                "floor_backward": steps.flops.floor_backward,
+                "floor_step": steps.flops.floor_step,
+                **peak_ratios(peaks_of),
+                **ran,
+            }
+        )
+    return results
 
 
-Seen = dict[str, list[tuple[float, float]]]
-
+Way = tuple[str, float | None]  # a method of Steps, and the kept fraction where it matters
+Times = dict[str, list[tuple[float, float]]]  # seconds of forward and backward, one of each a round
 
 # A method of Steps -> what it is compared with
 ALTERNATIVES = {
@@ -129,30 +134,37 @@ ALTERNATIVES = {
     "hf_checkpointed": "hf",
     "filtered_checkpointed": "hf_checkpointed",
 }
+ALL_TOKENS = ("hf", "hf_checkpointed", "dense")  # cost the same at every kept fraction
 
 
-def kinds_of(steps: Steps, alternatives: bool) -> dict[str, Callable[[], Forward]]:
+def ways_of(several: dict[float, Steps], alternatives: bool) -> dict[Way, Callable[[], Forward]]:
     """The ways to run a step that are timed."""
-    kinds = {"hf": steps.hugging_face, "dense": steps.dense, "filtered": steps.filtered}
+    methods = {"hf": "hugging_face", "dense": "dense", "filtered": "filtered"}
     if alternatives:
-        kinds |= {name: getattr(steps, name) for name in ALTERNATIVES}
-    return kinds
+        methods |= {name: name for name in ALTERNATIVES}
+    return {
+        (name, None if name in ALL_TOKENS else keep): getattr(steps, method)
+        for keep, steps in several.items()
+        for name, method in methods.items()
+    }
 
 
-def run_rounds(steps: Steps, kinds: dict[str, Callable[[], Forward]], rounds: int) -> Seen:
-    """Forward and backward seconds of each kind of step, one of each a round, warm-up apart."""
-    order = list(kinds)
-    seen: Seen = {name: [] for name in kinds}
+def run_rounds(
+    steps: Steps, ways: dict[Way, Callable[[], Forward]], rounds: int
+) -> dict[Way, list[tuple[float, float]]]:
+    """Forward and backward seconds of each way, one of each a round, warm-up apart."""
+    order = list(ways)
+    seen: dict[Way, list[tuple[float, float]]] = {way: [] for way in ways}
     for i in range(rounds + 1):
-        for name in order:
-            seconds = steps.timed(kinds[name])
+        for way in order:
+            seconds = steps.timed(ways[way])
             if i > 0:
-                seen[name].append(seconds)
-        order.append(order.pop(0))  # no kind always runs after the same other
+                seen[way].append(seconds)
+        order.append(order.pop(0))  # none always runs after the same other
     return seen
 
 
-def times(seen: Seen) -> dict[str, float]:
+def times(seen: Times) -> dict[str, float]:
     """Median seconds."""
     return {
         f"{name}_{part}_s": statistics.median(pair[i] for pair in pairs)
@@ -161,7 +173,7 @@ def times(seen: Seen) -> dict[str, float]:
     }
 
 
-def ratios(seen: Seen) -> dict[str, Any]:
+def ratios(seen: Times) -> dict[str, Any]:
     """Medians and quartiles of ratios within a round."""
 
     def ratio(name: str, above: str, below: str, step: bool) -> dict[str, Any]:
@@ -186,6 +198,13 @@ def ratios(seen: Seen) -> dict[str, Any]:
         **ratio("step_vs_dense", "filtered", "dense", step=True),
         **ratio("dense_vs_hf", "dense", "hf", step=True),
     }
+
+
+def peak_ratios(peaks: dict[str, int]) -> dict[str, float]:
+    """Peak bytes over those of Hugging Face's step."""
+    found = {f"{name}_peak_memory_ratio": peaks[name] for name in ALTERNATIVES if name in peaks}
+    found["peak_memory_ratio"] = peaks["filtered"]
+    return {name: peak / peaks["hf"] for name, peak in found.items()}
 
 
 def where() -> dict[str, Any]:

@@ -41,12 +41,11 @@ def measure(dtypes: Iterable[str], device: str, repeat: int, whole: bool, rows: 
     """Run the benches, each `repeat` times, and append a line for each."""
     for dtype in dtypes:
         cases = [*GATE, *(OTHERS if dtype == "bf16" else []), *(WHOLE if whole else [])]
-        for shape, layers, seq, batch, keeps in cases:
-            for keep in keeps:
-                for _ in range(repeat):
-                    result = bench(shape, layers, seq, batch, keep, dtype, device, MIN_ROUNDS, True)
-                    print(table(result), flush=True)
-                    append(rows, flat(result))
+        for case in [case for case in cases for _ in range(repeat)]:
+            shape, layers, seq, batch, keeps = case
+            for result in bench(shape, layers, seq, batch, keeps, dtype, device, MIN_ROUNDS):
+                print(table(result), flush=True)
+                append(rows, flat(result))
 
 
 def flat(result: dict[str, Any]) -> Row:

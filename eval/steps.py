@@ -48,14 +48,23 @@ class Steps:
         self.labels = self.ids.clone()
         ours = share_parameters(copy.deepcopy(self.model), self.model)
         self.ours: Any = lc.convert(ours)
+        self._keep(keep)
+
+    def at(self, keep: float) -> "Steps":
+        """The same model and batch at another kept fraction."""
+        other = copy.copy(self)
+        other._keep(keep)
+        return other
+
+    def _keep(self, keep: float) -> None:
         self.token_filter = TokenFilter("excess_loss", keep)
         self.mask = self._mask()
         self.kept_labels = labels_of_kept(self.labels, self.mask)
         linears = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
         self.flops: StepFlops = step_flops(
             sum(m.weight.numel() for m in linears),
-            attention_width(config),
-            config.num_hidden_layers,
+            attention_width(self.model.config),
+            self.model.config.num_hidden_layers,
             self.mask,
         )
 
@@ -144,7 +153,7 @@ def attention_width(config: PretrainedConfig) -> int:
     return config.num_attention_heads * head_dim
 
 
-def selection_share(steps: Steps, rounds: int) -> float:
+def selection_share(steps: Steps, rounds: int = 3) -> float:
     """Median share of a filtered step that is selection: ranking, row indices, graph walk.
 
     Timers are around the three only while this runs. On CUDA they show what the host waits.

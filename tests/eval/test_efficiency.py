@@ -111,6 +111,48 @@ def test_bench_writes_the_keys_of_its_contract(monkeypatch, tmp_path, capsys):
     assert 0 < result["peak_memory_ratio"]
 
 
+def test_fractions_of_one_bench_share_what_does_not_depend_on_them(monkeypatch):
+    monkeypatch.setitem(efficiency.SHAPES, "tiny", TINY)
+    counts = []
+    timed = efficiency.Steps.timed
+
+    def counted(steps, step):
+        counts.append(step.__name__)
+        return timed(steps, step)
+
+    monkeypatch.setattr(efficiency.Steps, "timed", counted)
+    results = efficiency.bench("tiny", 2, 64, 2, [0.25, 0.75], "fp32", "cpu", 7)
+    assert [r["keep"] for r in results] == [0.25, 0.75]
+    few, many = results
+    shared = ("hf_forward_s", "hf_backward_s", "dense_forward_s", "dense_backward_s", "dense_vs_hf")
+    assert all(few[name] == many[name] for name in shared)
+    assert few["filtered_backward_s"] != many["filtered_backward_s"]
+    assert few["floor_backward"] < 0.35 and many["floor_backward"] > 0.65
+    assert few["peak_memory_ratio"] < many["peak_memory_ratio"]
+    assert counts.count("hugging_face") == counts.count("dense") == 8
+    assert counts.count("filtered") == 2 * 8 + 2 * 3  # and selection's share
+
+
+def test_a_step_at_another_fraction_trains_the_same_weights():
+    steps = Steps(TINY, 1, 32, 0.5, torch.float32, torch.device("cpu"))
+    loss = steps.filtered()().item()
+    other = steps.at(0.25)
+    assert other.model is steps.model and int(other.mask.sum()) == int(0.25 * 31 + 0.5)
+    assert other.filtered()().item() == pytest.approx(other.hugging_face()().item(), rel=1e-5)
+    assert steps.filtered()().item() == loss
+
+
+def test_memory_alone_prints_the_benchs_ratio(monkeypatch, capsys):
+    monkeypatch.setitem(memory.SHAPES, "tiny", TINY)
+    words = "memory --shape tiny --layers 1 2 --seq 64 --keep 0.5"
+    monkeypatch.setattr("sys.argv", words.split())
+    memory.main()
+    one, two = capsys.readouterr().out.splitlines()[1:]
+    assert one.startswith("tiny, 1 x 64") and two.startswith("tiny, 2 x 64")
+    (result,) = efficiency.bench("tiny", 2, 64, 1, [0.5], "bf16", "cpu", 7)
+    assert float(two.split()[-1]) == pytest.approx(result["peak_memory_ratio"], abs=0.02)
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(monkeypatch, tmp_path, capsys):
     def never(*_):
         raise AssertionError("the bench has begun")
@@ -131,13 +173,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(monkeypatch, t
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_bench_on_cuda_says_when_there_is_none():
     with pytest.raises(ValueError, match="no CUDA device: use --device cpu"):
-        efficiency.bench("tinyllama", 1, 8, 1, 0.5, "fp32", "cuda", 7)
+        efficiency.bench("tinyllama", 1, 8, 1, [0.5], "fp32", "cuda", 7)
 
 
 @pytest.mark.gpu
 def test_bench_on_cuda(monkeypatch):
     monkeypatch.setitem(efficiency.SHAPES, "tiny", TINY)
-    result = efficiency.bench("tiny", 2, 64, 2, 0.5, "bf16", "cuda", 7)
+    (result,) = efficiency.bench("tiny", 2, 64, 2, [0.5], "bf16", "cuda", 7)
     assert result["filtered_backward_s"] > 0 and 0 < result["peak_memory_ratio"] < 2
 
 
