@@ -4,7 +4,7 @@
     python -m lightning_collider.eval.efficiency_grid            # only the table and the plot
 
 Measure on a quiet machine. A line is appended as soon as its bench is done, so what is stopped
-loses one bench; `--whole` adds TinyLlama with all of its 22 layers.
+loses one bench; `--whole` adds TinyLlama with all of its 22 layers, once.
 """
 
 import argparse
@@ -38,11 +38,10 @@ Row = dict[str, Any]
 
 
 def measure(dtypes: Iterable[str], device: str, repeat: int, whole: bool, rows: Path) -> None:
-    """Run the benches, each `repeat` times, and append a line for each."""
+    """Run the benches, `repeat` times all of them, and append a line for each kept fraction."""
     for dtype in dtypes:
-        cases = [*GATE, *(OTHERS if dtype == "bf16" else []), *(WHOLE if whole else [])]
-        for case in [case for case in cases for _ in range(repeat)]:
-            shape, layers, seq, batch, keeps = case
+        cases = [*GATE, *(OTHERS if dtype == "bf16" else [])]
+        for shape, layers, seq, batch, keeps in [*cases * repeat, *(WHOLE if whole else [])]:
             for result in bench(shape, layers, seq, batch, keeps, dtype, device, MIN_ROUNDS):
                 print(table(result), flush=True)
                 append(rows, flat(result))
