@@ -18,7 +18,12 @@ MISLEADING = (
 @contextmanager
 def quiet() -> Iterator[None]:
     """Hide Lightning's notes on devices, its advertisements, and warnings that would mislead."""
-    with warnings.catch_warnings(), logger_level("lightning.pytorch", logging.WARNING):
+    with (
+        warnings.catch_warnings(),
+        logger_level("lightning.pytorch", logging.WARNING),
+        # Where the package under its older name is imported, too, notes go through its logger.
+        logger_level("pytorch_lightning", logging.WARNING),
+    ):
         for message in MISLEADING:
             warnings.filterwarnings("ignore", message)
         yield

@@ -28,3 +28,12 @@ def test_a_loggers_level_comes_back():
     with logger_level("some.library", logging.ERROR):
         assert not logger.isEnabledFor(logging.WARNING)
     assert logger.level == logging.INFO
+
+
+def test_notes_are_hidden_also_through_the_older_packages_logger(caplog):
+    older = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    with caplog.at_level(logging.INFO, "pytorch_lightning"):
+        with quiet():
+            older.info("hidden")
+        older.info("shown")
+    assert caplog.messages == ["shown"]
