@@ -8,6 +8,7 @@ Each looks at the model without a gradient, and outside the time that the log co
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,16 +57,16 @@ def look(module: LanguageModel, batch: dict[str, Tensor]) -> Seen:
         return Seen(losses, reference, chooser.choose(losses, reference, labels))
 
 
-class AtSteps(L.Callback):
+class AtSteps(L.Callback, ABC):
     """Calls `record` at given parts of a run: 0 is before the first step, 1 behind the last."""
 
     def __init__(self, points: Sequence[float]):
         self.points = points
         self._seen = -1
 
+    @abstractmethod
     def record(self, trainer: L.Trainer, module: LanguageModel, step: int) -> None:
         """Look at the model after `step` optimizer steps."""
-        raise NotImplementedError
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._seen = -1
