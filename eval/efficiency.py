@@ -8,21 +8,20 @@ without our filter, and dropping rows from the head alone.
 """
 
 import argparse
-import copy
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import lightning_collider as lc
 from lightning_collider.eval.memory import peak_bytes
 from lightning_collider.eval.output import check_output
-from lightning_collider.eval.shapes import SHAPES
+from lightning_collider.eval.shapes import SHAPES, shape_of
 from lightning_collider.eval.steps import Forward, Steps, selection_share
 from lightning_collider.training.files import write_json
 
@@ -91,8 +90,7 @@ def bench(
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("this torch finds no CUDA device: use --device cpu")
     torch.manual_seed(0)
-    config = copy.deepcopy(SHAPES[shape])
-    config.num_hidden_layers = layers or config.num_hidden_layers
+    config = shape_of(shape, layers)
     first = Steps(config, batch, seq, keeps[0], DTYPES[dtype], torch.device(device))
     several = {keep: first.at(keep) for keep in keeps}
     ways = ways_of(several, alternatives)
@@ -101,8 +99,7 @@ def bench(
     ran = where()
     results = []
     for keep, steps in several.items():
-        times_of = {name: pairs for (name, at), pairs in seen.items() if at in (None, keep)}
-        peaks_of = {name: bytes_ for (name, at), bytes_ in peaks.items() if at in (None, keep)}
+        timed = at_fraction(seen, keep)
         results.append(
             {
                 "shape": shape,
@@ -113,12 +110,12 @@ def bench(
                 "dtype": dtype,
                 "device": device,
                 "rounds": rounds,
-                **times(times_of),
-                **ratios(times_of),
+                **times(timed),
+                **ratios(timed),
                 "selection_share": selection_share(steps),
                 "floor_backward": steps.flops.floor_backward,
                 "floor_step": steps.flops.floor_step,
-                **peak_ratios(peaks_of),
+                **peak_ratios(at_fraction(peaks, keep)),
                 **ran,
             }
         )
@@ -126,6 +123,7 @@ def bench(
 
 
 Way = tuple[str, float | None]  # a method of Steps, and the kept fraction where it matters
+Found = TypeVar("Found")
 Times = dict[str, list[tuple[float, float]]]  # seconds of forward and backward, one of each a round
 
 # A method of Steps -> what it is compared with
@@ -147,6 +145,11 @@ def ways_of(several: dict[float, Steps], alternatives: bool) -> dict[Way, Callab
         for keep, steps in several.items()
         for name, method in methods.items()
     }
+
+
+def at_fraction(found: dict[Way, Found], keep: float) -> dict[str, Found]:
+    """What was found of the ways at one kept fraction, and of those that have none."""
+    return {name: value for (name, at), value in found.items() if at in (None, keep)}
 
 
 def run_rounds(

@@ -1,13 +1,8 @@
 """Peak memory of a step beyond weights and their gradients.
 
-From torch's profiler on the CPU, from the allocator's own counter on CUDA. ``collider bench``
-reports it beside times; alone, for shapes whose times are long:
-
-    python -m lightning_collider.eval.memory --shape qwen2.5 --layers 4 8 [--seq 2048] [--keep 0.6]
+From torch's profiler on the CPU, from the allocator's own counter on CUDA.
 """
 
-import argparse
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
-
-from lightning_collider.eval.shapes import SHAPES
-from lightning_collider.eval.steps import Steps
 
 
 def peak_bytes(step: Callable[[], Callable[[], Tensor]], model: nn.Module) -> int:
@@ -80,26 +72,3 @@ def largest_sum(changes: list[int]) -> int:
         now += change
         highest = max(highest, now)
     return highest
-
-
-def main() -> None:
-    """Peaks of Hugging Face's step and of ours, dense and filtered, in bfloat16 on the CPU."""
-    parser = argparse.ArgumentParser(description="Peak memory of a step, without its time")
-    parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
-    parser.add_argument("--layers", type=int, nargs="+", required=True)
-    parser.add_argument("--seq", type=int, default=2048, help="tokens of the one sequence")
-    parser.add_argument("--keep", type=float, default=0.6, help="fraction of tokens kept")
-    given = parser.parse_args()
-    print(f"{'':24s}{'hf MiB':>10s}{'dense / hf':>12s}{'filtered / hf':>15s}")
-    for layers in given.layers:
-        config = copy.deepcopy(SHAPES[given.shape])
-        config.num_hidden_layers = layers
-        steps = Steps(config, 1, given.seq, given.keep, torch.bfloat16, torch.device("cpu"))
-        ways = (steps.hugging_face, steps.dense, steps.filtered)
-        hf, dense, filtered = (peak_bytes(way, steps.model) for way in ways)
-        title = f"{given.shape}, {layers} x {given.seq}"
-        print(f"{title:24s}{hf / 2**20:10.0f}{dense / hf:12.3f}{filtered / hf:15.3f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,7 @@
 """Shapes of published models, as their authors' configurations give them."""
 
+import copy
+
 from transformers import LlamaConfig, PhiConfig, PretrainedConfig, Qwen2Config
 
 SHAPES: dict[str, PretrainedConfig] = {
@@ -41,3 +43,10 @@ SHAPES: dict[str, PretrainedConfig] = {
         },
     ),
 }
+
+
+def shape_of(name: str, layers: int | None = None) -> PretrainedConfig:
+    """A copy of one of SHAPES, with so many layers instead of its own where they are given."""
+    config = copy.deepcopy(SHAPES[name])
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    return config

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from lightning_collider import cli
-from lightning_collider.eval import efficiency, memory
+from lightning_collider.eval import efficiency, memory, memory_grid
 from lightning_collider.eval.flops import causal_pairs, step_flops
 from lightning_collider.eval.steps import Steps, labels_of_kept, selection_share
 from lightning_collider.filtering.selectors import has_target
@@ -143,10 +143,10 @@ def test_a_step_at_another_fraction_trains_the_same_weights():
 
 
 def test_memory_alone_prints_the_benchs_ratio(monkeypatch, capsys):
-    monkeypatch.setitem(memory.SHAPES, "tiny", TINY)
-    words = "memory --shape tiny --layers 1 2 --seq 64 --keep 0.5"
+    monkeypatch.setitem(memory_grid.SHAPES, "tiny", TINY)
+    words = "memory_grid --shape tiny --layers 1 2 --seq 64 --keep 0.5"
     monkeypatch.setattr("sys.argv", words.split())
-    memory.main()
+    memory_grid.main()
     one, two = capsys.readouterr().out.splitlines()[1:]
     assert one.startswith("tiny, 1 x 64") and two.startswith("tiny, 2 x 64")
     (result,) = efficiency.bench("tiny", 2, 64, 1, [0.5], "bf16", "cpu", 7)
