@@ -9,6 +9,7 @@ A folder `step=...` is complete by construction; what was damaged since is found
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def shape_identity(config: Any) -> dict[str, Any]:
 class Checkpoints(Checkpoint):
     """Saves every `every` optimizer steps, at the last one, and where the Trainer is told to stop.
 
-    The time that this takes is left out of the speeds that the module's `meter` measures.
+    A checkpoint counts once the row of its step is in the log, which Lightning writes behind the
+    hooks of a batch: a run that goes on from it leaves no row out. The time that saving takes is
+    left out of the speeds that the module's `meter` measures.
 
     Args:
         folder: receives the checkpoints.
@@ -53,6 +56,7 @@ class Checkpoints(Checkpoint):
     def __init__(self, folder: Path, every: int, keep: int, identity: dict[str, Any]):
         self.folder, self.every, self.keep, self.identity = folder, every, keep, identity
         self._seen = -1
+        self._written: int | None = None  # step of the draft that does not count yet
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._seen = trainer.global_step
@@ -63,36 +67,56 @@ class Checkpoints(Checkpoint):
             return  # inside an accumulation window
         self._seen = step
         if step % self.every == 0 or step == trainer.max_steps or trainer.should_stop:
-            assert isinstance(pl_module.meter, Meter)
-            with pl_module.meter.paused():
+            with _meter(trainer).paused():
                 self.save(trainer)
 
+    # What comes behind the log's row: the next batch, a validation, or the end.
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.publish(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.publish(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.publish(trainer)
+
     def save(self, trainer: L.Trainer) -> None:
-        """Write the checkpoint of this step. Raises OSError when that fails; older ones stay.
+        """Write a draft of this step's checkpoint. Raises OSError when that fails; older ones stay.
 
         Where it fails on one rank, as on the one whose disk is full, it fails on all: none is left
         waiting.
         """
-        target = checkpoint_path(self.folder, trainer.global_step)
-        draft = target.with_name(target.name + ".part")
+        step = trainer.global_step
+        draft = draft_path(self.folder, step)
         first = trainer.is_global_zero
-        acts = (
-            (first, lambda: _empty(draft)),
-            (True, lambda: _write_state(trainer, draft / STATE)),
-            (first, lambda: self._finish(draft, target, trainer.global_step)),
-        )
-        for is_mine, act in acts:
-            fault: BaseException | None = None
-            try:
-                if is_mine:
-                    act()
-            except (OSError, RuntimeError, CheckpointException) as error:
-                fault = error
-            if any_rank(trainer, fault is not None):
-                self._give_up(target, draft, fault)
+        self._on_all(trainer, step, first, lambda: _empty(draft))
+        self._on_all(trainer, step, True, lambda: _write_state(trainer, draft / STATE))
+        self._on_all(trainer, step, first, lambda: self._describe(draft, step))
+        self._written = step
 
-    def _give_up(self, target: Path, draft: Path, fault: BaseException | None) -> None:
-        shutil.rmtree(draft, ignore_errors=True)
+    def publish(self, trainer: L.Trainer) -> None:
+        """Let the draft count, if there is one. Raises OSError as `save` does."""
+        if self._written is not None:
+            step, self._written = self._written, None
+            with _meter(trainer).paused():
+                self._on_all(trainer, step, trainer.is_global_zero, lambda: self._move(step))
+
+    def _on_all(
+        self, trainer: L.Trainer, step: int, is_mine: bool, act: Callable[[], None]
+    ) -> None:
+        """Do an act of saving on the ranks whose it is; where one fails, all give up."""
+        fault: BaseException | None = None
+        try:
+            if is_mine:
+                act()
+        except (OSError, RuntimeError, CheckpointException) as error:
+            fault = error
+        if any_rank(trainer, fault is not None):
+            self._give_up(step, fault)
+
+    def _give_up(self, step: int, fault: BaseException | None) -> None:
+        target = checkpoint_path(self.folder, step)
+        shutil.rmtree(draft_path(self.folder, step), ignore_errors=True)
         last = complete_steps(self.folder)
         kept = f"that of step {last[-1]} is complete" if last else "there is none before it"
         raise OSError(
@@ -100,7 +124,7 @@ class Checkpoints(Checkpoint):
             "Free space or correct the permissions, and start the same command to go on from there"
         ) from fault
 
-    def _finish(self, draft: Path, target: Path, step: int) -> None:
+    def _describe(self, draft: Path, step: int) -> None:
         files = {
             str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
             for path in sorted(draft.rglob("*"))
@@ -110,10 +134,19 @@ class Checkpoints(Checkpoint):
         for path in (p for p in draft.rglob("*") if p.is_file()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+
+    def _move(self, step: int) -> None:
+        target = checkpoint_path(self.folder, step)
         shutil.rmtree(target, ignore_errors=True)
-        os.replace(draft, target)
+        os.replace(draft_path(self.folder, step), target)
         for old in complete_steps(self.folder)[: -self.keep]:
             shutil.rmtree(checkpoint_path(self.folder, old))
+
+
+def _meter(trainer: L.Trainer) -> Meter:
+    meter = trainer.lightning_module.meter
+    assert isinstance(meter, Meter)
+    return meter
 
 
 def _empty(folder: Path) -> None:
@@ -129,6 +162,11 @@ def _write_state(trainer: L.Trainer, path: Path) -> None:
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step={step:08d}"
+
+
+def draft_path(folder: Path, step: int) -> Path:
+    """Where a checkpoint is until it counts."""
+    return folder / f"step={step:08d}.part"
 
 
 def complete_steps(folder: Path) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_collider.training import pretrain
-from lightning_collider.training.callbacks import Stopped
+from lightning_collider.training.callbacks import MetricsFile, Stopped
 from lightning_collider.training.checkpoint import (
     ABOUT,
     STATE,
@@ -143,6 +143,27 @@ def test_kills_of_two_ranks_leave_the_loss_curve_bit_equal(tmp_path):
 @pytest.mark.slow
 def test_fifty_kills(tmp_path):
     kill_often(tmp_path, 50, 400, 1)
+
+
+def test_a_kill_between_checkpoint_and_row_leaves_no_row_out(tmp_path, monkeypatch):
+    """Lightning writes a step's row behind the hooks in which its checkpoint is saved."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        write_inputs(folder)
+    train_here(whole)
+    write = MetricsFile.log_metrics
+
+    def killed_at_6(self, metrics, step=None):
+        if step == 5:  # counted from 0
+            raise RuntimeError("killed")
+        write(self, metrics, step)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(MetricsFile, "log_metrics", killed_at_6)
+        train_here(cut)
+    assert complete_steps(cut / "run" / "checkpoints") == [3]  # the draft of step 6 does not count
+    train_here(cut)
+    assert_equal_runs(whole, cut)
 
 
 def spoil_by_truncation(path):
