@@ -8,7 +8,7 @@ import lightning_collider as lc
 from tests.conftest import batch_of, random_keep, small_llama
 
 GEMMS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "matmul", "linear", "einsum", "mv")
-FLASH = "_scaled_dot_product_flash_attention_for_cpu_backward"
+QUERIES = 128  # of a chunk, for the 4 query heads that share a key head in small_llama
 
 
 class Operands(TorchDispatchMode):
@@ -17,15 +17,12 @@ class Operands(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.gemms: list[tuple[str, list[tuple[int, ...]]]] = []
-        self.flash: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         shapes = [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
         if name in GEMMS:
             self.gemms.append((name, shapes))
-        if name == FLASH:
-            self.flash.append(shapes[1])
         return func(*args, **(kwargs or {}))
 
 
@@ -63,14 +60,12 @@ def test_no_operand_has_a_full_row_dimension(dtype, again):
         dims = {d for shape in shapes for d in shape}
         assert BATCH * LENGTH not in dims and LENGTH not in dims and dropped not in dims
         assert kept in dims
-    # The flash calls take each sequence's kept rows.
-    per_sequence = keep.sum(1).tolist()
-    assert sorted({shape[2] for shape in operands.flash}) == sorted(set(per_sequence))
-    # What is left are the dropped keys: three products a block.
+    # What is left is attention: kept queries with kept keys take five products a chunk, with
+    # dropped ones three.
     batched = [shapes for name, shapes in operands.gemms if "bmm" in name]
-    assert len(batched) == 2 * BATCH * 3  # one block a sequence and layer at this size
+    assert len(batched) == 2 * (5 + 3) * -(-kept // QUERIES)
     for shapes in batched:
-        assert max(d for shape in shapes for d in shape) < BATCH * LENGTH
+        assert BATCH * LENGTH not in {d for shape in shapes for d in shape}
 
 
 @pytest.mark.parametrize("pattern", ["random", "prefix", "suffix", "runs"])
@@ -86,18 +81,14 @@ def test_attention_counts_the_masks_causal_pairs(pattern):
     operands = record_backward(1, length, keep, layers=1)
     rows = keep[0].nonzero().flatten()
     dropped = (~keep[0]).nonzero().flatten()
-    exact = int((dropped[None] < rows[:, None]).sum())
-    heads, head_dim, repeats, block = 8, 8, 4, 128  # of small_llama; queries of a block
-    scores = [shapes for name, shapes in operands.gemms if name == "bmm"][0::3]
-    pairs = sum(q[0] * q[1] * k[2] for q, k in scores) // heads
-    # A block computes the keys that its last query sees, for all its queries.
-    rounding = sum(
-        int((dropped < part[-1]).sum()) * len(part) - int((dropped[None] < part[:, None]).sum())
-        for part in rows.split(block)
-    )
-    assert pairs == exact + rounding
-    assert all(q[2] == head_dim and q[1] % repeats == 0 for q, _ in scores)
-    if pattern == "prefix":
-        assert pairs == exact == 0
-    else:
-        assert pairs < 1.15 * exact
+    heads, head_dim, repeats = 8, 8, 4  # of small_llama
+    products = [shapes for name, shapes in operands.gemms if name == "bmm"]
+    chunks = rows.split(QUERIES)
+    with_kept, with_dropped = products[: 5 * len(chunks) : 5], products[5 * len(chunks) :: 3]
+    for scores, keys in ((with_kept, rows), (with_dropped, dropped)):
+        # A chunk computes the keys that its last query sees, for all its queries.
+        computed = sum(int((keys <= part[-1]).sum()) * len(part) for part in chunks)
+        assert sum(q[0] * q[1] * k[2] for q, k in scores) == heads * computed
+        assert all(q[2] == head_dim and q[1] % repeats == 0 for q, _ in scores)
+        assert computed < 1.15 * int((keys[None] <= rows[:, None]).sum()) or not scores
+    assert bool(with_dropped) == (pattern != "prefix")

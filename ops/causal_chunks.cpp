@@ -1,0 +1,192 @@
+// Causal attention and its filtered backward (the definition is in causal.cpp) in chunks of queries, each against the
+// run of keys that any of them sees. In ATen calls that every device has, computed in float32 or wider; on the CPU with
+// loops between the products, which are in the dtype of the data. Scores are float32 or wider there too: rounded to
+// bfloat16 they would put an error of |s| / 256 on P.
+#include <algorithm>
+#include <limits>
+
+#include "causal.h"
+#include "vec_rows.h"
+
+namespace collider {
+namespace {
+
+constexpr int64_t kChunkScores = int64_t{1} << 24; // scores held at a time, of all heads: 64 MiB in float32
+constexpr int64_t kChunkQueries = 256;
+// On the CPU a chunk's scores stay in the cache between products.
+constexpr int64_t kLoopQueries = 64, kLoopRows = 512; // R queries stand beside one key: a few queries fill a product
+
+// Queries [begin, begin + n) and keys [first, first + n_keys).
+struct Chunk {
+  int64_t begin, n, first, n_keys;
+};
+
+template <typename F>
+void for_each_chunk(const Sight& sight, int64_t heads, int64_t most_queries, const F& f) {
+  const auto n_queries = static_cast<int64_t>(sight.first.size());
+  for (int64_t begin = 0, end = 0; begin < n_queries; begin = end) {
+    const int64_t first = sight.first[begin];
+    const auto fits = [&](int64_t query) { // where many short segments meet long ones, a run of keys grows fast
+      const int64_t n = query + 1 - begin;
+      return n <= most_queries && heads * n * (sight.last[query] - first) <= kChunkScores;
+    };
+    end = begin + 1;
+    while (end < n_queries && fits(end)) {
+      ++end;
+    }
+    if (sight.last[end - 1] > first) {
+      f(Chunk{begin, end - begin, first, sight.last[end - 1] - first});
+    }
+  }
+}
+
+// Grouped heads: the R query heads of a group are R times the rows beside its one key head.
+struct Groups {
+  Groups(const Tensor& q, const Tensor& k) : groups(k.size(1)), repeats(q.size(1) / groups) {}
+
+  // Rows of a chunk: (Q, H, d) -> (G, R n, d)
+  Tensor fold(const Tensor& x_QHd, const Chunk& chunk) const {
+    const auto x = x_QHd.narrow(0, chunk.begin, chunk.n).view({chunk.n, groups, repeats, -1});
+    return x.permute({1, 2, 0, 3}).reshape({groups, repeats * chunk.n, -1});
+  }
+
+  // (G, R n, d) -> (n, H, d)
+  Tensor unfold(const Tensor& x_GRd, const Chunk& chunk) const {
+    const auto x = x_GRd.view({groups, repeats, chunk.n, -1}).permute({2, 0, 1, 3});
+    return x.reshape({chunk.n, groups * repeats, -1});
+  }
+
+  // Scales scores (G, R n, keys) in place, and makes them -inf where a query does not see a key.
+  void scale_and_hide(const Tensor& scores, const Chunk& chunk, const Sight& sight, double scale) const {
+    scores.mul_(scale);
+    const auto bound = [&](const Tensor& t) { return t.narrow(0, chunk.begin, chunk.n).unsqueeze(1); };
+    const auto key = at::arange(chunk.first, chunk.first + chunk.n_keys, sight.first_Q.options());
+    const auto hidden_nk = (key < bound(sight.first_Q)).logical_or_(key >= bound(sight.last_Q));
+    scores.view({-1, chunk.n, chunk.n_keys}).masked_fill_(hidden_nk, -std::numeric_limits<double>::infinity());
+  }
+
+  int64_t groups, repeats;
+};
+
+// Key heads (m, G, d) as (G, m, d), in the dtype of a product.
+Tensor keys_by_group(const Tensor& x_mGd, at::ScalarType dtype) { return x_mGd.to(dtype).transpose(0, 1); }
+
+// P = exp(scale s - lse) and dS = scale P (dP - Delta) of a chunk, zero where a query does not see a key.
+struct ScoreGrads {
+  Tensor p_GRk, ds_GRk;
+};
+
+// Kept queries with what the backward needs of them, and the gradients that are summed over chunks.
+struct Backward {
+  Groups groups;
+  Tensor q_KHd, grad_KHd; // in the dtype of the products
+  Tensor wide_q_KHd;      // in the dtype of the scores
+  Tensor lse_KH, delta_KH, grad_q_KHd;
+  double scale;
+  bool loops;
+
+  // Adds the share of some keys to dQ, and to dK and dV (G, m, d) where they are wanted. k, v: (m, G, d).
+  void add(const Tensor& k_mGd, const Tensor& v_mGd, const Sight& sight, Tensor* grad_k_Gmd, Tensor* grad_v_Gmd) {
+    const auto k_Gmd = keys_by_group(k_mGd, q_KHd.scalar_type()), v_Gmd = keys_by_group(v_mGd, q_KHd.scalar_type());
+    const auto wide_k_Gmd = k_Gmd.to(wide_q_KHd.scalar_type());
+    const int64_t most = loops ? std::max<int64_t>(kLoopQueries, kLoopRows / groups.repeats) : kChunkQueries;
+    for_each_chunk(sight, q_KHd.size(1), most, [&](const Chunk& chunk) {
+      const auto keys = [&](const Tensor& x_Gmd) { return x_Gmd.narrow(1, chunk.first, chunk.n_keys); };
+      const auto q = groups.fold(q_KHd, chunk), grad = groups.fold(grad_KHd, chunk);
+      const auto s = at::bmm(groups.fold(wide_q_KHd, chunk), keys(wide_k_Gmd).transpose(1, 2));
+      const auto dp = at::bmm(grad, keys(v_Gmd).transpose(1, 2));
+      const auto [p, ds] = loops ? score_grads_loops(s, dp, chunk, sight) : score_grads_aten(s, dp, chunk, sight);
+      if (grad_v_Gmd != nullptr) {
+        keys(*grad_v_Gmd).add_(at::bmm(p.transpose(1, 2), grad));
+        keys(*grad_k_Gmd).add_(at::bmm(ds.transpose(1, 2), q));
+      }
+      grad_q_KHd.narrow(0, chunk.begin, chunk.n).add_(groups.unfold(at::bmm(ds, keys(k_Gmd)), chunk));
+    });
+  }
+
+  ScoreGrads score_grads_aten(const Tensor& s, const Tensor& dp, const Chunk& chunk, const Sight& sight) const {
+    const auto folded = [&](const Tensor& x_KH) { return groups.fold(x_KH.unsqueeze(-1), chunk); };
+    groups.scale_and_hide(s, chunk, sight, scale);
+    const auto p = s.sub_(folded(lse_KH)).exp_();
+    return {p, dp.sub(folded(delta_KH)).mul_(p).mul_(scale)};
+  }
+
+  // In one pass over the rows; overwrites dp.
+  ScoreGrads score_grads_loops(const Tensor& s, const Tensor& dp, const Chunk& chunk, const Sight& sight) const {
+    const int64_t heads = lse_KH.size(1), n_keys = chunk.n_keys;
+    TORCH_INTERNAL_ASSERT(s.is_contiguous() && dp.is_contiguous() && lse_KH.is_contiguous() &&
+                          delta_KH.is_contiguous());
+    auto p = s.scalar_type() == dp.scalar_type() ? s : at::empty_like(dp);
+    COLLIDER_DISPATCH(dp.scalar_type(), [&] {
+      using wide_t = at::opmath_type<scalar_t>;
+      using V = Vec<scalar_t>;
+      const auto* scores = s.const_data_ptr<wide_t>();
+      auto *ps = p.mutable_data_ptr<scalar_t>(), *dps = dp.mutable_data_ptr<scalar_t>();
+      const auto *lse = lse_KH.const_data_ptr<wide_t>(), *delta = delta_KH.const_data_ptr<wide_t>();
+      for_each_row(s.size(0) * s.size(1), n_keys, [&](int64_t row) {
+        const int64_t query = chunk.begin + row % chunk.n, head = row / chunk.n; // of rows (G, R, n)
+        const int64_t first = sight.first[query] - chunk.first, last = sight.last[query] - chunk.first;
+        auto *p_row = ps + row * n_keys, *ds_row = dps + row * n_keys;
+        const V factor(scale), shift(lse[query * heads + head]), mean(delta[query * heads + head]);
+        vec::map([&](const V& score) { return (score * factor - shift).exp_u20(); }, p_row + first,
+                 scores + row * n_keys + first, last - first);
+        vec::map2<scalar_t>([&](const V& weight, const V& grad) { return weight * (grad - mean) * factor; },
+                            ds_row + first, p_row + first, ds_row + first, last - first);
+        for (auto* x_row : {p_row, ds_row}) {
+          std::fill(x_row, x_row + first, scalar_t(0));
+          std::fill(x_row + last, x_row + n_keys, scalar_t(0));
+        }
+      });
+    });
+    return {p, dp};
+  }
+};
+
+} // namespace
+
+CausalOutput causal_chunks(const Tensor& q_NHd, const Tensor& k_NGd, const Tensor& v_NGd, double scale,
+                         const KeptRows& rows) {
+  const auto wide = accumulate_dtype(q_NHd.scalar_type());
+  const Groups groups(q_NHd, k_NGd);
+  const auto& sight = rows.sight(Keys::kAll, q_NHd.device());
+  const auto k_GNd = keys_by_group(k_NGd, wide), v_GNd = keys_by_group(v_NGd, wide);
+  auto out_NHd = at::empty_like(q_NHd);
+  auto lse_NH = at::empty({q_NHd.size(0), q_NHd.size(1)}, q_NHd.options().dtype(wide));
+  for_each_chunk(sight, q_NHd.size(1), kChunkQueries, [&](const Chunk& chunk) {
+    const auto keys = [&](const Tensor& x_GNd) { return x_GNd.narrow(1, chunk.first, chunk.n_keys); };
+    const auto s = at::bmm(groups.fold(q_NHd, chunk).to(wide), keys(k_GNd).transpose(1, 2));
+    groups.scale_and_hide(s, chunk, sight, scale);
+    const auto lse = s.logsumexp(-1, /*keepdim=*/true);
+    const auto out = at::bmm((s - lse).exp_(), keys(v_GNd));
+    out_NHd.narrow(0, chunk.begin, chunk.n).copy_(groups.unfold(out, chunk));
+    lse_NH.narrow(0, chunk.begin, chunk.n).copy_(groups.unfold(lse, chunk).squeeze(-1));
+  });
+  return {out_NHd, lse_NH};
+}
+
+CausalGrads causal_chunks_backward(const Tensor& grad_out_KHd, const Tensor& q_NHd, const Tensor& k_NGd,
+                                   const Tensor& v_NGd, const CausalOutput& forward, double scale,
+                                   const KeptRows& rows) {
+  const auto dtype = q_NHd.scalar_type(), wide = forward.lse_NH.scalar_type();
+  const bool loops = rows.path(q_NHd) == Path::kLoops;
+  const auto products = loops ? dtype : wide;
+  const auto device = q_NHd.device();
+  const auto q_KHd = rows.gather(q_NHd), wide_q_KHd = q_KHd.to(wide);
+  const auto k_KGd = rows.gather(k_NGd), v_KGd = rows.gather(v_NGd);
+  const auto delta_KH = (grad_out_KHd.to(wide) * rows.gather(forward.out_NHd).to(wide)).sum(-1);
+  Backward backward{Groups(q_NHd, k_NGd), q_KHd.to(products), grad_out_KHd.to(products), wide_q_KHd,
+                    rows.gather(forward.lse_NH), delta_KH, at::zeros_like(wide_q_KHd), scale, loops};
+
+  auto grad_k_GKd = at::zeros({k_KGd.size(1), k_KGd.size(0), k_KGd.size(2)}, wide_q_KHd.options());
+  auto grad_v_GKd = at::zeros_like(grad_k_GKd);
+  backward.add(k_KGd, v_KGd, rows.sight(rows.filtered() ? Keys::kKept : Keys::kAll, device), &grad_k_GKd,
+               &grad_v_GKd);
+  if (rows.filtered()) {
+    backward.add(k_NGd.index_select(0, rows.dropped_M), v_NGd.index_select(0, rows.dropped_M),
+                 rows.sight(Keys::kDropped, device), nullptr, nullptr);
+  }
+  const auto rows_first = [&](const Tensor& x_GKd) { return x_GKd.transpose(0, 1).to(dtype).contiguous(); };
+  return {backward.grad_q_KHd.to(dtype), rows_first(grad_k_GKd), rows_first(grad_v_GKd)};
+}
+
+} // namespace collider
