@@ -39,15 +39,16 @@ Row = dict[str, Any]
 
 def measure(dtypes: Iterable[str], device: str, repeat: int, whole: bool, rows: Path) -> None:
     """Run the benches, `repeat` times all of them, and append a line for each kept fraction."""
+    at = commit()  # before the first line, which makes the checkout differ from it
     for dtype in dtypes:
         cases = [*GATE, *(OTHERS if dtype == "bf16" else [])]
         for shape, layers, seq, batch, keeps in [*cases * repeat, *(WHOLE if whole else [])]:
             for result in bench(shape, layers, seq, batch, keeps, dtype, device, MIN_ROUNDS):
                 print(table(result), flush=True)
-                append(rows, flat(result))
+                append(rows, flat(result, at))
 
 
-def flat(result: dict[str, Any]) -> Row:
+def flat(result: dict[str, Any], at: str) -> Row:
     """A bench's result as one line of the table: quartiles apart, versions and machine as text."""
     row: Row = {}
     for name, value in result.items():
@@ -59,7 +60,7 @@ def flat(result: dict[str, Any]) -> Row:
     row["load"] = round(result["load_average"][0], 2)
     row |= result["machine"]
     row["versions"] = " ".join(f"{name} {number}" for name, number in result["versions"].items())
-    row["commit"] = commit()
+    row["commit"] = at
     return row
 
 

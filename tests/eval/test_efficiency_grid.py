@@ -56,3 +56,15 @@ def test_grid_of_a_tiny_model(tmp_path, monkeypatch, capsys):
     assert figure.stat().st_size > 1000
     efficiency_grid.main(["--rows", str(rows), "--figure", str(figure)])  # prints them again
     assert "| tiny, 2 x 32, B=1, fp32 | 0.3 |" in capsys.readouterr().out
+
+
+def test_lines_of_one_run_bear_the_commit_that_it_began_at(tmp_path, monkeypatch):
+    """The first line makes a checkout differ from its commit, which is no other code."""
+    found = iter(["abc", "abc+", "abc+"])
+    monkeypatch.setattr(efficiency_grid, "commit", lambda: next(found))
+    result = {"keep": 0.5, "load_average": [1.0], "machine": {}, "versions": {}}
+    monkeypatch.setattr(efficiency_grid, "bench", lambda *_: [result, result])
+    monkeypatch.setattr(efficiency_grid, "table", lambda _: "")
+    efficiency_grid.measure(["fp32"], "cpu", 1, False, tmp_path / "rows.csv")
+    lines = (tmp_path / "rows.csv").read_text().splitlines()[1:]
+    assert len(lines) == 4 and {line.rsplit(",", 1)[1] for line in lines} == {"abc"}

@@ -156,3 +156,43 @@ def test_kept_rows_counts_and_refuses():
     for starts in ([0], [1, 4], [0, 4, 4], [0, 4, 2]):
         with pytest.raises(RuntimeError, match="segments"):
             ops.kept_rows(starts)
+
+
+def test_sharp_attention_in_bfloat16_is_as_close_as_torchs():
+    """Scores rounded to bfloat16 would be some percent wrong where they are large."""
+    length, d = 192, 64
+    x = torch.randn(1, length, 3 * d, generator=torch.Generator().manual_seed(0))
+    x[..., :d] *= 6  # queries
+    x = x.bfloat16()
+    keep = torch.rand(1, length, generator=torch.Generator().manual_seed(1)) < 0.6
+    out_grad = torch.randn(1, length, d, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+    def torchs(dtype):
+        q, k, v = (
+            p.clone().requires_grad_() for p in x.to(dtype).view(1, 1, length, 3, d).unbind(3)
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out.backward((out_grad * keep[..., None]).to(dtype)[:, None])
+        return [p.grad[0, 0][keep[0]].double() for p in (q, k, v)]
+
+    rows = ops.kept_rows([0, length])
+    given = x.clone().requires_grad_()
+    projections = [w.contiguous() for w in torch.eye(3 * d).bfloat16().split(d)]
+    cos, sin = torch.ones(1, length, d), torch.zeros(1, length, d)
+    out = ops.load().attention(
+        given,
+        [*projections, torch.eye(d).bfloat16()],
+        [None] * 4,
+        [None] * 2,
+        0.0,
+        cos,
+        sin,
+        d,
+        d**-0.5,
+        rows,
+    )
+    rows.set(keep, torch.device("cpu"))
+    out.backward(out_grad)
+    ours = [p.double() for p in given.grad[0][keep[0]].split(d, -1)]
+    for got, theirs, truth in zip(ours, torchs(torch.bfloat16), torchs(torch.float64), strict=True):
+        assert (got - truth).norm() < 1.5 * (theirs - truth).norm()
