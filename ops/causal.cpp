@@ -7,7 +7,7 @@
 //   1. kept x kept. Gathering keeps the order, so the compact rows are causal among themselves; out and lse come from
 //      the full forward, so P and Delta are the full rows'.
 //   2. kept x dropped: dQ only, each kept query against the dropped keys before it.
-// The CPU's forward is here, other devices' in causal_flash.cpp and causal_chunks.cpp; so are all backwards.
+// The CPU's forward is here; every backward, and the forward elsewhere, is in causal_flash.cpp or causal_chunks.cpp.
 // Grouped heads are never expanded: a group's R query heads are R heads (flash) or R times the rows (products) beside
 // one key head.
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>

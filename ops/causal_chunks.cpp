@@ -76,6 +76,11 @@ struct ScoreGrads {
   Tensor p_GRk, ds_GRk;
 };
 
+// Gradients of some keys and of their values, (G, m, d), summed over chunks.
+struct KeyGrads {
+  Tensor k_Gmd, v_Gmd;
+};
+
 // Kept queries with what the backward needs of them, and the gradients that are summed over chunks.
 struct Backward {
   Groups groups;
@@ -85,8 +90,8 @@ struct Backward {
   double scale;
   bool loops;
 
-  // Adds the share of some keys to dQ, and to dK and dV (G, m, d) where they are wanted. k, v: (m, G, d).
-  void add(const Tensor& k_mGd, const Tensor& v_mGd, const Sight& sight, Tensor* grad_k_Gmd, Tensor* grad_v_Gmd) {
+  // Adds the share of some keys to dQ, and to their own gradients where these are wanted. k, v: (m, G, d).
+  void add(const Tensor& k_mGd, const Tensor& v_mGd, const Sight& sight, const KeyGrads* key_grads) {
     const auto k_Gmd = keys_by_group(k_mGd, q_KHd.scalar_type()), v_Gmd = keys_by_group(v_mGd, q_KHd.scalar_type());
     const auto wide_k_Gmd = k_Gmd.to(wide_q_KHd.scalar_type());
     const int64_t most = loops ? std::max<int64_t>(kLoopQueries, kLoopRows / groups.repeats) : kChunkQueries;
@@ -96,9 +101,9 @@ struct Backward {
       const auto s = at::bmm(groups.fold(wide_q_KHd, chunk), keys(wide_k_Gmd).transpose(1, 2));
       const auto dp = at::bmm(grad, keys(v_Gmd).transpose(1, 2));
       const auto [p, ds] = loops ? score_grads_loops(s, dp, chunk, sight) : score_grads_aten(s, dp, chunk, sight);
-      if (grad_v_Gmd != nullptr) {
-        keys(*grad_v_Gmd).add_(at::bmm(p.transpose(1, 2), grad));
-        keys(*grad_k_Gmd).add_(at::bmm(ds.transpose(1, 2), q));
+      if (key_grads != nullptr) {
+        keys(key_grads->v_Gmd).add_(at::bmm(p.transpose(1, 2), grad));
+        keys(key_grads->k_Gmd).add_(at::bmm(ds.transpose(1, 2), q));
       }
       grad_q_KHd.narrow(0, chunk.begin, chunk.n).add_(groups.unfold(at::bmm(ds, keys(k_Gmd)), chunk));
     });
@@ -111,7 +116,7 @@ struct Backward {
     return {p, dp.sub(folded(delta_KH)).mul_(p).mul_(scale)};
   }
 
-  // In one pass over the rows; overwrites dp.
+  // In one pass over the rows. Overwrites dp, and s where it has the dtype of dp.
   ScoreGrads score_grads_loops(const Tensor& s, const Tensor& dp, const Chunk& chunk, const Sight& sight) const {
     const int64_t heads = lse_KH.size(1), n_keys = chunk.n_keys;
     TORCH_INTERNAL_ASSERT(s.is_contiguous() && dp.is_contiguous() && lse_KH.is_contiguous() &&
@@ -177,16 +182,17 @@ CausalGrads causal_chunks_backward(const Tensor& grad_out_KHd, const Tensor& q_N
   Backward backward{Groups(q_NHd, k_NGd), q_KHd.to(products), grad_out_KHd.to(products), wide_q_KHd,
                     rows.gather(forward.lse_NH), delta_KH, at::zeros_like(wide_q_KHd), scale, loops};
 
-  auto grad_k_GKd = at::zeros({k_KGd.size(1), k_KGd.size(0), k_KGd.size(2)}, wide_q_KHd.options());
-  auto grad_v_GKd = at::zeros_like(grad_k_GKd);
-  backward.add(k_KGd, v_KGd, rows.sight(rows.filtered() ? Keys::kKept : Keys::kAll, device), &grad_k_GKd,
-               &grad_v_GKd);
+  const auto no_grads = [&] {
+    return at::zeros({k_KGd.size(1), k_KGd.size(0), k_KGd.size(2)}, wide_q_KHd.options());
+  };
+  const KeyGrads kept{no_grads(), no_grads()};
+  backward.add(k_KGd, v_KGd, rows.sight(rows.filtered() ? Keys::kKept : Keys::kAll, device), &kept);
   if (rows.filtered()) {
     backward.add(k_NGd.index_select(0, rows.dropped_M), v_NGd.index_select(0, rows.dropped_M),
-                 rows.sight(Keys::kDropped, device), nullptr, nullptr);
+                 rows.sight(Keys::kDropped, device), /*key_grads=*/nullptr);
   }
   const auto rows_first = [&](const Tensor& x_GKd) { return x_GKd.transpose(0, 1).to(dtype).contiguous(); };
-  return {backward.grad_q_KHd.to(dtype), rows_first(grad_k_GKd), rows_first(grad_v_GKd)};
+  return {backward.grad_q_KHd.to(dtype), rows_first(kept.k_Gmd), rows_first(kept.v_Gmd)};
 }
 
 } // namespace collider

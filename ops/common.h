@@ -95,7 +95,7 @@ struct KeptRows : torch::CustomClassHolder {
     const auto own = x.is_cpu() ? Path::kLoops : x.is_cuda() ? Path::kFused : Path::kAten;
     return forced_path.value_or(own);
   }
-  // Made on first use, for operators that do not run on the CPU's loops.
+  // Made on first use.
   const Sight& sight(Keys keys, const at::Device& device) const;
 
   std::optional<Path> forced_path;     // for tests
@@ -108,7 +108,7 @@ struct KeptRows : torch::CustomClassHolder {
   std::vector<int64_t> kept_starts;    // S + 1: the same, counted in kept rows
   std::vector<int64_t> dropped_starts; // S + 1: counted in dropped rows
   Tensor rows_K, dropped_M;            // int64 row numbers, on the model's device
-  std::vector<int64_t> rows_host, dropped_host;
+  std::vector<int64_t> rows_host;
 
  private:
   bool filtered_ = false;

@@ -28,8 +28,8 @@ void KeptRows::set(const Tensor& keep_N, const at::Device& device) {
               "the keep mask must be bool and hold one value for each of the ", n_rows(), " rows");
   const auto keep_host = keep_N.reshape({-1}).to(at::kCPU).contiguous();
   const bool* keep = keep_host.const_data_ptr<bool>();
+  std::vector<int64_t> dropped_host;
   rows_host.clear();
-  dropped_host.clear();
   kept_starts.assign(1, 0);
   dropped_starts.assign(1, 0);
   for (int64_t s = 0; s < n_segments(); ++s) {

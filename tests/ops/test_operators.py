@@ -179,7 +179,7 @@ def test_sharp_attention_in_bfloat16_is_as_close_as_torchs():
     given = x.clone().requires_grad_()
     projections = [w.contiguous() for w in torch.eye(3 * d).bfloat16().split(d)]
     cos, sin = torch.ones(1, length, d), torch.zeros(1, length, d)
-    out = ops.load().attention(
+    out = ops.attention(
         given,
         [*projections, torch.eye(d).bfloat16()],
         [None] * 4,
