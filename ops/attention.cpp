@@ -3,6 +3,7 @@
 // forward; see causal.cpp for the backward's core.
 #include "causal.h"
 #include "graph.h"
+#include "products.h"
 #include "rms.h"
 
 namespace collider {
@@ -74,7 +75,7 @@ struct Attention : Function<Attention> {
 
     const auto grad_y_KD = kept_grad(ctx, grads[0], *rows, compute);
     parameter_grads(WO, grad_y_KD, rows->gather(saved[OUT]).view({grad_y_KD.size(0), saved[WO].size(1)}));
-    const auto grad_out_KHd = at::mm(grad_y_KD, operand(saved[WO], compute))
+    const auto grad_out_KHd = rows_times(grad_y_KD, operand(saved[WO], compute))
                                   .view({grad_y_KD.size(0), saved[Q].size(1), head_dim});
     auto core = causal_attention_backward(grad_out_KHd, saved[Q], saved[KEY], saved[V],
                                           {saved[OUT], saved[LSE]}, ctx->saved_data["scale"].toDouble(),
@@ -109,9 +110,9 @@ struct Attention : Function<Attention> {
     parameter_grads(WK, grad_k_KE, x_KD);
     parameter_grads(WV, grad_v_KE, x_KD);
     if (ctx->needs_input_grad(X)) {
-      auto grad_x_KD = at::mm(grad_q_KE, operand(saved[WQ], compute));
-      grad_x_KD.addmm_(grad_k_KE, operand(saved[WK], compute));
-      grad_x_KD.addmm_(grad_v_KE, operand(saved[WV], compute));
+      auto grad_x_KD = rows_times(grad_q_KE, operand(saved[WQ], compute));
+      add_rows_times(grad_x_KD, grad_k_KE, operand(saved[WK], compute));
+      add_rows_times(grad_x_KD, grad_v_KE, operand(saved[WV], compute));
       out[X] = input_grad(ctx, grad_x_KD.to(ctx->saved_data["dtype"].toScalarType()), *rows,
                              ctx->saved_data["sizes"].toIntVector());
     }

@@ -170,32 +170,6 @@ inline Tensor or_empty(const std::optional<Tensor>& p, const Tensor& like) {
   return p.has_value() ? *p : at::empty({0}, like.options().requires_grad(false));
 }
 
-// x_ND w_ED^T + b_E
-inline Tensor affine(const Tensor& x_ND, const Tensor& w_ED, const Tensor& b_E) {
-  return b_E.numel() > 0 ? at::addmm(b_E, x_ND, w_ED.t()) : at::mm(x_ND, w_ED.t());
-}
-
-inline void affine_out(Tensor& y_NE, const Tensor& x_ND, const Tensor& w_ED, const Tensor& b_E) {
-  if (b_E.numel() > 0) {
-    at::addmm_out(y_NE, b_E, x_ND, w_ED.t());
-  } else {
-    at::mm_out(y_NE, x_ND, w_ED.t());
-  }
-}
-
-// Gradients of a weight and of a bias, in the parameter's dtype; undefined where nobody asks.
-inline Tensor weight_grad(bool needed, const Tensor& grad_KE, const Tensor& x_KD, at::ScalarType dtype) {
-  return needed ? at::mm(grad_KE.t(), x_KD).to(dtype) : Tensor();
-}
-
-inline Tensor bias_grad(bool needed, const Tensor& grad_KE, const Tensor& b_E) {
-  return needed ? grad_KE.sum(0, false, accumulate_dtype(grad_KE.scalar_type())).to(b_E.scalar_type())
-                : Tensor();
-}
-
-// A parameter in the dtype that GEMMs compute in.
-inline Tensor operand(const Tensor& w, at::ScalarType compute) { return w.to(compute); }
-
 using OptionalTensor = std::optional<Tensor>;
 
 // One function an operator; each file documents its own. weights and biases: one for each projection.

@@ -1,6 +1,7 @@
 // GELU MLP: y = gelu(x w1^T + b1) w2^T + b2, gelu exact or by its tanh approximation.
 // The pre-activation is kept from the forward; the backward works on its kept rows.
 #include "graph.h"
+#include "products.h"
 
 namespace collider {
 namespace {
@@ -44,13 +45,13 @@ struct GeluMlp : Function<GeluMlp> {
       out[3] = weight_grad(true, grad_KD, at::gelu(up_KF, gelu), w_down_DF.scalar_type());
     }
     out[4] = bias_grad(ctx->needs_input_grad(4), grad_KD, b_down_D);
-    const auto grad_up_KF = at::gelu_backward(at::mm(grad_KD, operand(w_down_DF, compute)), up_KF, gelu);
+    const auto grad_up_KF = at::gelu_backward(rows_times(grad_KD, operand(w_down_DF, compute)), up_KF, gelu);
     if (ctx->needs_input_grad(1)) {
       out[1] = weight_grad(true, grad_up_KF, rows->gather(saved[0]), w_up_FD.scalar_type());
     }
     out[2] = bias_grad(ctx->needs_input_grad(2), grad_up_KF, b_up_F);
     if (ctx->needs_input_grad(0)) {
-      const auto grad_x_KD = at::mm(grad_up_KF, operand(w_up_FD, compute));
+      const auto grad_x_KD = rows_times(grad_up_KF, operand(w_up_FD, compute));
       out[0] = input_grad(ctx, grad_x_KD.to(ctx->saved_data["dtype"].toScalarType()), *rows,
                              ctx->saved_data["sizes"].toIntVector());
     }

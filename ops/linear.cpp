@@ -1,5 +1,6 @@
 // Linear: y = x w^T + b. Backward on kept rows: dw = dy^T x, db = sum dy, dx = dy w.
 #include "graph.h"
+#include "products.h"
 
 namespace collider {
 namespace {
@@ -32,7 +33,7 @@ struct Linear : Function<Linear> {
     const auto compute = x_ND.scalar_type();
     const auto grad_KE = kept_grad(ctx, grads[0], *rows, compute);
     if (ctx->needs_input_grad(0)) {
-      const auto grad_KD = at::mm(grad_KE, operand(w_ED, compute));
+      const auto grad_KD = rows_times(grad_KE, operand(w_ED, compute));
       out[0] = input_grad(ctx, grad_KD.to(ctx->saved_data["dtype"].toScalarType()), *rows,
                              ctx->saved_data["sizes"].toIntVector());
     }

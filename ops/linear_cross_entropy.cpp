@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "graph.h"
+#include "products.h"
 #include "vec_rows.h"
 
 namespace collider {
@@ -158,7 +159,7 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
         at::mm_out(grad_w_nD, dz.t(), h_KD);
       }
       if (needs_h) {
-        grad_h_KD.add_(at::mm(dz, w_nD));
+        grad_h_KD.add_(rows_times(dz, w_nD));
       }
     }
     if (needs_h) {

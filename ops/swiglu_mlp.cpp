@@ -3,6 +3,7 @@
 //   dup = dact silu(gate),   dgate = dact up sigma (1 + gate (1 - sigma)),   sigma = 1 / (1 + exp(-gate)).
 #include "graph.h"
 #include "kernels.h"
+#include "products.h"
 #include "vec_rows.h"
 
 namespace collider {
@@ -114,7 +115,7 @@ struct SwigluMlp : Function<SwigluMlp> {
     const auto compute = saved[0].scalar_type();
     const auto grad_KD = kept_grad(ctx, grads[0], *rows, compute);
     const auto [act_KF, grad_gate_KF, grad_up_KF] =
-        activation_backward(at::mm(grad_KD, operand(w_down_DF, compute)), saved[7], saved[8], *rows);
+        activation_backward(rows_times(grad_KD, operand(w_down_DF, compute)), saved[7], saved[8], *rows);
     out[5] = weight_grad(ctx->needs_input_grad(5), grad_KD, act_KF, w_down_DF.scalar_type());
     out[6] = bias_grad(ctx->needs_input_grad(6), grad_KD, b_down_D);
 
@@ -124,8 +125,8 @@ struct SwigluMlp : Function<SwigluMlp> {
     out[3] = weight_grad(ctx->needs_input_grad(3), grad_up_KF, x_KD, w_up_FD.scalar_type());
     out[4] = bias_grad(ctx->needs_input_grad(4), grad_up_KF, b_up_F);
     if (ctx->needs_input_grad(0)) {
-      auto grad_x_KD = at::mm(grad_gate_KF, operand(w_gate_FD, compute));
-      grad_x_KD.addmm_(grad_up_KF, operand(w_up_FD, compute));
+      auto grad_x_KD = rows_times(grad_gate_KF, operand(w_gate_FD, compute));
+      add_rows_times(grad_x_KD, grad_up_KF, operand(w_up_FD, compute));
       out[0] = input_grad(ctx, grad_x_KD.to(ctx->saved_data["dtype"].toScalarType()), *rows,
                              ctx->saved_data["sizes"].toIntVector());
     }
