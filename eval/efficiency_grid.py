@@ -19,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lightning_collider.eval.efficiency import DTYPES, MIN_ROUNDS, bench, table
+from lightning_collider.eval.memory import keep_freed_memory
 
 HERE = Path(__file__).parent
 ROWS, FIGURE = HERE / "efficiency.csv", HERE / "results" / "efficiency.png"
@@ -186,6 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not given.dtypes and not given.rows.is_file():
         parser.error(f"nothing was measured yet (no {given.rows}): say which of bf16 and fp32")
     given.rows.parent.mkdir(parents=True, exist_ok=True)
+    keep_freed_memory()
     measure(given.dtypes, given.device, given.repeat, given.whole, given.rows)
     print(report(given.rows, given.figure))
 

@@ -1,8 +1,9 @@
-"""Peak memory of a step beyond weights and their gradients.
+"""Memory of a step: its peak beyond weights and their gradients, and what is freed and used again.
 
-From torch's profiler on the CPU, from the allocator's own counter on CUDA.
+The peak is from torch's profiler on the CPU, from the allocator's own counter on CUDA.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,21 @@ def peak_bytes(step: Callable[[], Callable[[], Tensor]], model: nn.Module) -> in
     peak = cuda_peak(forward) if on_cuda else profiled_peak(forward)
     model.zero_grad(set_to_none=True)
     return peak
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees, as a GPU's allocator does, where the C library can.
+
+    glibc gives large blocks back to the system, and each page of the next one costs a fault: up to
+    a tenth of a backward, in some steps and not in others (eval/RESULTS.md).
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    trim_threshold, mmap_max = -1, -4  # glibc's malloc.h
+    mallopt(trim_threshold, -1)  # never
+    mallopt(mmap_max, 0)
 
 
 def cuda_peak(forward: Callable[[], Tensor]) -> int:

@@ -3,6 +3,9 @@
 import argparse
 import itertools
 import json
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -240,3 +243,27 @@ def test_selection_is_a_part_of_the_step():
     # The step's own three readings span 2 ticks, and each of ranking, indices and the marks of
     # losses and their mean reads twice: (4 of 1 tick) of (2 + 4 times 2).
     assert selection_share(steps, 3) == pytest.approx(4 / 10)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc to keep memory")
+def test_freed_memory_is_kept():
+    """64 MiB that were freed come back without page faults (of 4 KiB each)."""
+    script = """
+import resource, torch
+from lightning_collider.eval.memory import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+before = faults(), faults()
+keep_freed_memory()
+print(*before, faults(), faults())
+"""
+    printed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
+    first, again, kept_first, kept_again = map(int, printed.split())
+    assert min(first, again, kept_first) > 10 * kept_again

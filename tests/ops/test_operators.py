@@ -158,6 +158,32 @@ def test_kept_rows_counts_and_refuses():
             ops.kept_rows(starts)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_blocks_of_rows_in_bfloat16(bias):
+    """Rows beyond 512 and 256 are products of their own (ops/products.h)."""
+    rows = ops.kept_rows([0, 1000])
+    keep = torch.rand(1, 1000, generator=torch.Generator().manual_seed(0)) < 0.9
+    x = leaf(1, 1000, D, dtype=torch.bfloat16)
+    up, down = (
+        leaf(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate([(V, D), (D, V)])
+    )
+    biases = [leaf(n, dtype=torch.bfloat16, seed=3 + n) if bias else None for n in (V, V, D)]
+    out = ops.swiglu_mlp(x, [up, up, down], biases, rows)
+    rows.set(keep, torch.device("cpu"))
+    grad = leaf(1, 1000, D, dtype=torch.bfloat16, seed=4).detach()
+    out.backward(grad)
+
+    wide, *rest = (None if p is None else p.detach().double() for p in (x, up, down, *biases))
+    wide.requires_grad_()
+    w, w_down, b_gate, b_up, b_down = rest
+    wanted = F.linear(F.silu(F.linear(wide, w, b_gate)) * F.linear(wide, w, b_up), w_down, b_down)
+    wanted.backward(grad.double() * keep[..., None])
+    for got, want in ((out, wanted), (x.grad, wide.grad)):
+        sizes = want.norm(dim=-1)
+        assert ((got.double() - want).norm(dim=-1) < 0.02 * (sizes + sizes.mean())).all()
+    assert (x.grad[~keep] == 0).all()
+
+
 def test_sharp_attention_in_bfloat16_is_as_close_as_torchs():
     """Scores rounded to bfloat16 would be some percent wrong where they are large."""
     length, d = 192, 64
