@@ -34,7 +34,8 @@ OTHERS = [
     ("tinyllama", 4, 1024, 2, (0.6,)),
 ]
 WHOLE = [("tinyllama", 22, 1024, 1, (0.6,))]
-GROUP = ("shape", "layers", "seq", "batch", "dtype", "device", "processor", "date", "commit")
+CASE = ("shape", "layers", "seq", "batch", "dtype", "device", "processor")
+GROUP = (*CASE, "date", "commit")
 Row = dict[str, Any]
 
 
@@ -99,6 +100,11 @@ def read(path: Path) -> dict[tuple[str, ...], list[Row]]:
     return {key: sorted(rows, key=lambda row: float(row["keep"])) for key, rows in groups.items()}
 
 
+def latest(groups: dict[tuple[str, ...], list[Row]]) -> dict[tuple[str, ...], list[Row]]:
+    """The last group of each case: what was measured at its newest commit."""
+    return {key[: len(CASE)]: rows for key, rows in groups.items()}
+
+
 def linearity(rows: list[Row]) -> tuple[float, float] | None:
     """How linear the filtered backward is in the kept rows, the dense one among its points.
 
@@ -147,11 +153,11 @@ def report(path: Path, figure: Path) -> str:
 
 
 def draw(groups: dict[tuple[str, ...], list[Row]], path: Path) -> None:
-    """Ratios to the dense step against the kept fraction, their floors as lines."""
+    """Each case's last ratios to the dense step against the kept fraction, floors as lines."""
     figure = Figure((7, 3), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, part in zip(figure.subplots(1, 2), ("backward", "step"), strict=True):
-        for number, (key, rows) in enumerate(groups.items()):
+        for number, (key, rows) in enumerate(latest(groups).items()):
             keeps = [float(r["keep"]) for r in rows]
             ratios = [float(r[f"{part}_vs_dense"]) for r in rows]
             lows = [y - float(r[f"{part}_vs_dense_low"]) for y, r in zip(ratios, rows, strict=True)]

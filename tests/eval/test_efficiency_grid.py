@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_collider.eval import efficiency, efficiency_grid
-from lightning_collider.eval.efficiency_grid import append, linearity, read
+from lightning_collider.eval.efficiency_grid import GROUP, append, latest, linearity, read
 from tests.eval.test_efficiency import TINY
 
 
@@ -19,6 +19,19 @@ def test_fit_is_that_of_a_line_through_the_dense_step():
     # x = 0, 0.5, 1 and y = 0, 1, 1: slope 1, intercept 1/6, R^2 = 0.5^2 / (0.5 x 2/3) = 3/4.
     intercept, fit = linearity([row(0.0, 0.0), row(0.5, 1.0)])
     assert intercept == pytest.approx(1 / 6) and fit == pytest.approx(0.75)
+
+
+def test_the_plot_shows_what_was_measured_last(tmp_path):
+    file = tmp_path / "rows.csv"
+    for commit, dtype, keep in [
+        ("old", "bf16", 0.6),
+        ("old", "fp32", 0.6),
+        ("new", "bf16", 0.5),
+        ("new", "bf16", 0.3),
+    ]:
+        append(file, dict.fromkeys(GROUP, "x") | {"dtype": dtype, "commit": commit, "keep": keep})
+    shown = {key[4]: [row["keep"] for row in rows] for key, rows in latest(read(file)).items()}
+    assert shown == {"bf16": ["0.3", "0.5"], "fp32": ["0.6"]}
 
 
 def test_other_columns_are_refused(tmp_path):
@@ -43,8 +56,11 @@ def test_without_rows_it_asks_what_to_measure(tmp_path, capsys):
 def test_grid_of_a_tiny_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(efficiency.SHAPES, "tiny", TINY)
     monkeypatch.setattr(efficiency_grid, "GATE", [("tiny", 2, 32, 1, (0.6, 0.3))])
+    asked: list[bool] = []
+    monkeypatch.setattr(efficiency_grid, "keep_freed_memory", lambda: asked.append(True))
     rows, figure = tmp_path / "rows.csv", tmp_path / "plot.png"
     efficiency_grid.main(["fp32", "--rows", str(rows), "--figure", str(figure)])
+    assert asked
     printed = capsys.readouterr().out
     ((key, found),) = read(rows).items()
     assert key[:6] == ("tiny", "2", "32", "1", "fp32", "cpu")
