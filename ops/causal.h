@@ -26,7 +26,7 @@ CausalGrads causal_attention_backward(const Tensor& grad_out_KHd, const Tensor& 
                                       const Tensor& v_NGd, const CausalOutput& forward, double scale,
                                       const KeptRows& rows);
 
-// The same in chunks of queries. In ATen calls that every device has, the backward also in the CPU's loops:
+// The same in chunks of queries, in ATen calls that every device has and in the CPU's loops:
 CausalOutput causal_chunks(const Tensor& q_NHd, const Tensor& k_NGd, const Tensor& v_NGd, double scale,
                            const KeptRows& rows);
 CausalGrads causal_chunks_backward(const Tensor& grad_out_KHd, const Tensor& q_NHd, const Tensor& k_NGd,

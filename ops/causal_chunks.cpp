@@ -22,13 +22,13 @@ struct Chunk {
 };
 
 template <typename F>
-void for_each_chunk(const Sight& sight, int64_t heads, int64_t most_queries, const F& f) {
+void for_each_chunk(const Sight& sight, int64_t heads, int64_t most, const F& f) {
   const auto n_queries = static_cast<int64_t>(sight.first.size());
   for (int64_t begin = 0, end = 0; begin < n_queries; begin = end) {
     const int64_t first = sight.first[begin];
     const auto fits = [&](int64_t query) { // where many short segments meet long ones, a run of keys grows fast
       const int64_t n = query + 1 - begin;
-      return n <= most_queries && heads * n * (sight.last[query] - first) <= kChunkScores;
+      return n <= most && heads * n * (sight.last[query] - first) <= kChunkScores;
     };
     end = begin + 1;
     while (end < n_queries && fits(end)) {
@@ -38,6 +38,10 @@ void for_each_chunk(const Sight& sight, int64_t heads, int64_t most_queries, con
       f(Chunk{begin, end - begin, first, sight.last[end - 1] - first});
     }
   }
+}
+
+int64_t most_queries(bool loops, int64_t repeats) {
+  return loops ? std::max<int64_t>(kLoopQueries, kLoopRows / repeats) : kChunkQueries;
 }
 
 // Grouped heads: the R query heads of a group are R times the rows beside its one key head.
@@ -71,6 +75,41 @@ struct Groups {
 // Key heads (m, G, d) as (G, m, d), in the dtype of a product.
 Tensor keys_by_group(const Tensor& x_mGd, at::ScalarType dtype) { return x_mGd.to(dtype).transpose(0, 1); }
 
+// P = softmax(scale s) of a chunk, zero where a query does not see a key, in the given dtype (overwriting s if it
+// has that one); writes the logsumexp of its queries.
+Tensor softmax_loops(const Tensor& s_GRk, at::ScalarType dtype, double scale, const Chunk& chunk, const Sight& sight,
+                     Tensor& lse_NH) {
+  const int64_t heads = lse_NH.size(1), n_keys = chunk.n_keys;
+  TORCH_INTERNAL_ASSERT(s_GRk.is_contiguous() && lse_NH.is_contiguous());
+  auto p_GRk = s_GRk.scalar_type() == dtype ? s_GRk : at::empty(s_GRk.sizes(), s_GRk.options().dtype(dtype));
+  COLLIDER_DISPATCH(dtype, [&] {
+    using wide_t = at::opmath_type<scalar_t>;
+    using V = Vec<scalar_t>;
+    const auto* scores = s_GRk.const_data_ptr<wide_t>();
+    auto* ps = p_GRk.mutable_data_ptr<scalar_t>();
+    auto* lse = lse_NH.mutable_data_ptr<wide_t>();
+    const V factor(scale);
+    for_each_row(s_GRk.size(0) * s_GRk.size(1), n_keys, [&](int64_t row) {
+      const int64_t query = chunk.begin + row % chunk.n, head = row / chunk.n; // of rows (G, R, n)
+      const int64_t first = sight.first[query] - chunk.first, last = sight.last[query] - chunk.first;
+      const auto* s = scores + row * n_keys + first;
+      auto* p = ps + row * n_keys;
+      const wide_t top = vec::map_reduce_all<wide_t>(
+          [&](const V& score) { return score * factor; },
+          [](const V& a, const V& b) { return vec::maximum(a, b); }, s, last - first);
+      const V most(top);
+      const wide_t sum = vec::map_reduce_all<wide_t>(
+          [&](const V& score) { return (score * factor - most).exp_u20(); },
+          [](const V& a, const V& b) { return a + b; }, s, last - first);
+      const V shift(lse[query * heads + head] = top + std::log(sum));
+      vec::map([&](const V& score) { return (score * factor - shift).exp_u20(); }, p + first, s, last - first);
+      std::fill(p, p + first, scalar_t(0));
+      std::fill(p + last, p + n_keys, scalar_t(0));
+    });
+  });
+  return p_GRk;
+}
+
 // P = exp(scale s - lse) and dS = scale P (dP - Delta) of a chunk, zero where a query does not see a key.
 struct ScoreGrads {
   Tensor p_GRk, ds_GRk;
@@ -94,8 +133,7 @@ struct Backward {
   void add(const Tensor& k_mGd, const Tensor& v_mGd, const Sight& sight, const KeyGrads* key_grads) {
     const auto k_Gmd = keys_by_group(k_mGd, q_KHd.scalar_type()), v_Gmd = keys_by_group(v_mGd, q_KHd.scalar_type());
     const auto wide_k_Gmd = k_Gmd.to(wide_q_KHd.scalar_type());
-    const int64_t most = loops ? std::max<int64_t>(kLoopQueries, kLoopRows / groups.repeats) : kChunkQueries;
-    for_each_chunk(sight, q_KHd.size(1), most, [&](const Chunk& chunk) {
+    for_each_chunk(sight, q_KHd.size(1), most_queries(loops, groups.repeats), [&](const Chunk& chunk) {
       const auto keys = [&](const Tensor& x_Gmd) { return x_Gmd.narrow(1, chunk.first, chunk.n_keys); };
       const auto q = groups.fold(q_KHd, chunk), grad = groups.fold(grad_KHd, chunk);
       const auto s = at::bmm(groups.fold(wide_q_KHd, chunk), keys(wide_k_Gmd).transpose(1, 2));
@@ -151,20 +189,26 @@ struct Backward {
 
 CausalOutput causal_chunks(const Tensor& q_NHd, const Tensor& k_NGd, const Tensor& v_NGd, double scale,
                          const KeptRows& rows) {
-  const auto wide = accumulate_dtype(q_NHd.scalar_type());
+  const auto dtype = q_NHd.scalar_type(), wide = accumulate_dtype(dtype);
+  const bool loops = rows.path(q_NHd) == Path::kLoops;
   const Groups groups(q_NHd, k_NGd);
   const auto& sight = rows.sight(Keys::kAll, q_NHd.device());
-  const auto k_GNd = keys_by_group(k_NGd, wide), v_GNd = keys_by_group(v_NGd, wide);
+  const auto k_GNd = keys_by_group(k_NGd, wide), v_GNd = keys_by_group(v_NGd, loops ? dtype : wide);
   auto out_NHd = at::empty_like(q_NHd);
   auto lse_NH = at::empty({q_NHd.size(0), q_NHd.size(1)}, q_NHd.options().dtype(wide));
-  for_each_chunk(sight, q_NHd.size(1), kChunkQueries, [&](const Chunk& chunk) {
+  for_each_chunk(sight, q_NHd.size(1), most_queries(loops, groups.repeats), [&](const Chunk& chunk) {
     const auto keys = [&](const Tensor& x_GNd) { return x_GNd.narrow(1, chunk.first, chunk.n_keys); };
     const auto s = at::bmm(groups.fold(q_NHd, chunk).to(wide), keys(k_GNd).transpose(1, 2));
-    groups.scale_and_hide(s, chunk, sight, scale);
-    const auto lse = s.logsumexp(-1, /*keepdim=*/true);
-    const auto out = at::bmm((s - lse).exp_(), keys(v_GNd));
-    out_NHd.narrow(0, chunk.begin, chunk.n).copy_(groups.unfold(out, chunk));
-    lse_NH.narrow(0, chunk.begin, chunk.n).copy_(groups.unfold(lse, chunk).squeeze(-1));
+    Tensor p;
+    if (loops) {
+      p = softmax_loops(s, dtype, scale, chunk, sight, lse_NH);
+    } else {
+      groups.scale_and_hide(s, chunk, sight, scale);
+      const auto lse = s.logsumexp(-1, /*keepdim=*/true);
+      lse_NH.narrow(0, chunk.begin, chunk.n).copy_(groups.unfold(lse, chunk).squeeze(-1));
+      p = (s - lse).exp_();
+    }
+    out_NHd.narrow(0, chunk.begin, chunk.n).copy_(groups.unfold(at::bmm(p, keys(v_GNd)), chunk));
   });
   return {out_NHd, lse_NH};
 }
