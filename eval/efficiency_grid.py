@@ -18,8 +18,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lightning_collider.eval.efficiency import DTYPES, MIN_ROUNDS, bench, table
-from lightning_collider.eval.memory import keep_freed_memory
+from lightning_collider.eval.efficiency import DTYPES, KEEP_MEMORY, MIN_ROUNDS, bench, table
 
 HERE = Path(__file__).parent
 ROWS, FIGURE = HERE / "efficiency.csv", HERE / "results" / "efficiency.png"
@@ -34,18 +33,35 @@ OTHERS = [
     ("tinyllama", 4, 1024, 2, (0.6,)),
 ]
 WHOLE = [("tinyllama", 22, 1024, 1, (0.6,))]
-CASE = ("shape", "layers", "seq", "batch", "dtype", "device", "processor")
+CASE = ("shape", "layers", "seq", "batch", "dtype", "device", "memory", "processor")
 GROUP = (*CASE, "date", "commit")
 Row = dict[str, Any]
 
 
-def measure(dtypes: Iterable[str], device: str, repeat: int, whole: bool, rows: Path) -> None:
+def measure(
+    dtypes: Iterable[str],
+    device: str,
+    repeat: int,
+    whole: bool,
+    rows: Path,
+    keep_memory: bool = False,
+) -> None:
     """Run the benches, `repeat` times all of them, and append a line for each kept fraction."""
     at = commit()  # before the first line, which makes the checkout differ from it
     for dtype in dtypes:
         cases = [*GATE, *(OTHERS if dtype == "bf16" else [])]
         for shape, layers, seq, batch, keeps in [*cases * repeat, *(WHOLE if whole else [])]:
-            for result in bench(shape, layers, seq, batch, keeps, dtype, device, MIN_ROUNDS):
+            for result in bench(
+                shape,
+                layers,
+                seq,
+                batch,
+                keeps,
+                dtype,
+                device,
+                MIN_ROUNDS,
+                keep_memory=keep_memory,
+            ):
                 print(table(result), flush=True)
                 append(rows, flat(result, at))
 
@@ -132,6 +148,7 @@ def report(path: Path, figure: Path) -> str:
     for rows in groups.values():
         for r in rows:
             title = f"{r['shape']}, {r['layers']} x {r['seq']}, B={r['batch']}, {r['dtype']}"
+            title += ", memory kept" if r["memory"] == "kept" else ""
             cells = [
                 f"{float(r[n]):.3f} ({float(r[n + '_low']):.3f} to {float(r[n + '_high']):.3f})"
                 for n in names
@@ -185,6 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeat", type=int, default=1, help="times each is measured")
     parser.add_argument("--whole", action="store_true", help="all 22 layers of TinyLlama, too")
+    parser.add_argument("--keep-memory", action="store_true", help=KEEP_MEMORY)
     parser.add_argument("--rows", type=Path, default=ROWS, help="CSV, a line a bench")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="PNG")
     given = parser.parse_args(arguments)
@@ -193,8 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not given.dtypes and not given.rows.is_file():
         parser.error(f"nothing was measured yet (no {given.rows}): say which of bf16 and fp32")
     given.rows.parent.mkdir(parents=True, exist_ok=True)
-    keep_freed_memory()
-    measure(given.dtypes, given.device, given.repeat, given.whole, given.rows)
+    measure(given.dtypes, given.device, given.repeat, given.whole, given.rows, given.keep_memory)
     print(report(given.rows, given.figure))
 
 

@@ -33,15 +33,18 @@ def peak_bytes(step: Callable[[], Callable[[], Tensor]], model: nn.Module) -> in
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees, as a GPU's allocator does, where the C library can.
+    """Let this process keep what it frees, as a GPU's allocator does.
 
     glibc gives large blocks back to the system, and each page of the next one costs a fault: up to
     a tenth of a backward, in some steps and not in others (eval/RESULTS.md).
+
+    Raises:
+        OSError: the C library is not glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return
+    except (AttributeError, TypeError) as error:
+        raise OSError("only glibc can be told to keep freed memory") from error
     trim_threshold, mmap_max = -1, -4  # glibc's malloc.h
     mallopt(trim_threshold, -1)  # never
     mallopt(mmap_max, 0)

@@ -91,13 +91,14 @@ def test_bench_writes_the_keys_of_its_contract(monkeypatch, tmp_path, capsys):
     parser = argparse.ArgumentParser()
     efficiency.add_arguments(parser)
     options = "--shape tiny --layers 2 --seq 64 --batch 2 --keep 0.5 --dtype fp32 --rounds 2 "
-    options += "--alternatives --json"
+    options += "--alternatives --keep-memory --json"
     file = tmp_path / "new" / "bench.json"
     asked: list[bool] = []
     monkeypatch.setattr(efficiency, "keep_freed_memory", lambda: asked.append(True))
     efficiency.main(parser.parse_args([*options.split(), str(file)]))
     assert asked
     result = json.loads(file.read_text())
+    assert result["memory"] == "kept"
     plain = "shape layers seq batch keep dtype device floor_backward floor_step peak_memory_ratio"
     assert set(plain.split()) <= result.keys()
     assert {"load_average", "versions", "machine"} <= result.keys()
