@@ -116,6 +116,13 @@ def read(path: Path) -> dict[tuple[str, ...], list[Row]]:
     return {key: sorted(rows, key=lambda row: float(row["keep"])) for key, rows in groups.items()}
 
 
+def named(key: tuple[str, ...]) -> str:
+    """A case in words, from its values in the order of CASE."""
+    shape, layers, seq, batch, dtype, _, memory = key[: CASE.index("processor")]
+    kept = ", memory kept" if memory == "kept" else ""
+    return f"{shape}, {layers} x {seq}, B={batch}, {dtype}{kept}"
+
+
 def latest(groups: dict[tuple[str, ...], list[Row]]) -> dict[tuple[str, ...], list[Row]]:
     """The last group of each case: what was measured at its newest commit."""
     return {key[: len(CASE)]: rows for key, rows in groups.items()}
@@ -145,10 +152,8 @@ def report(path: Path, figure: Path) -> str:
         "|" + " --- |" * 9,
     ]
     groups = read(path)
-    for rows in groups.values():
+    for key, rows in groups.items():
         for r in rows:
-            title = f"{r['shape']}, {r['layers']} x {r['seq']}, B={r['batch']}, {r['dtype']}"
-            title += ", memory kept" if r["memory"] == "kept" else ""
             cells = [
                 f"{float(r[n]):.3f} ({float(r[n + '_low']):.3f} to {float(r[n + '_high']):.3f})"
                 for n in names
@@ -157,12 +162,12 @@ def report(path: Path, figure: Path) -> str:
                 ratio, floor = float(r[f"{part}_vs_dense"]), float(r[f"floor_{part}"])
                 cells.append(f"{ratio:.3f} ({ratio / floor:.2f})")
             cells += [f"{float(r['peak_memory_ratio']):.3f}", f"{float(r['selection_share']):.2%}"]
-            lines.append(f"| {title} | {r['keep']} | " + " | ".join(cells) + " |")
+            lines.append(f"| {named(key)} | {r['keep']} | " + " | ".join(cells) + " |")
     for key, rows in groups.items():
         fit = linearity(rows)
         if fit is not None:
             lines.append(
-                f"\n{', '.join(key[:5])}: no kept rows would cost {fit[0]:.3f} of the dense "
+                f"\n{named(key)} ({key[-1]}): no kept rows would cost {fit[0]:.3f} of the dense "
                 f"backward, R^2 {fit[1]:.4f}."
             )
     draw(groups, figure)
@@ -183,7 +188,7 @@ def draw(groups: dict[tuple[str, ...], list[Row]], path: Path) -> None:
             ]
             color = f"C{number % 10}"
             axes.errorbar(
-                keeps, ratios, (lows, highs), fmt="o", ms=3, color=color, label=" ".join(key[:5])
+                keeps, ratios, (lows, highs), fmt="o", ms=3, color=color, label=named(key)
             )
             floors = [float(r[f"floor_{part}"]) for r in rows]
             axes.plot([*keeps, 1.0], [*floors, 1.0], linewidth=0.8, color=color)
