@@ -75,6 +75,16 @@ struct Groups {
 // Key heads (m, G, d) as (G, m, d), in the dtype of a product.
 Tensor keys_by_group(const Tensor& x_mGd, at::ScalarType dtype) { return x_mGd.to(dtype).transpose(0, 1); }
 
+// A row of a chunk's scores (G, R, n, keys): whose it is, and which of the chunk's keys it sees, [first, last).
+struct ScoreRow {
+  int64_t query, head, first, last;
+};
+
+ScoreRow score_row(int64_t row, const Chunk& chunk, const Sight& sight) {
+  const int64_t query = chunk.begin + row % chunk.n;
+  return {query, row / chunk.n, sight.first[query] - chunk.first, sight.last[query] - chunk.first};
+}
+
 // P = softmax(scale s) of a chunk, zero where a query does not see a key, in the given dtype (overwriting s if it
 // has that one); writes the logsumexp of its queries.
 Tensor softmax_loops(const Tensor& s_GRk, at::ScalarType dtype, double scale, const Chunk& chunk, const Sight& sight,
@@ -90,8 +100,7 @@ Tensor softmax_loops(const Tensor& s_GRk, at::ScalarType dtype, double scale, co
     auto* lse = lse_NH.mutable_data_ptr<wide_t>();
     const V factor(scale);
     for_each_row(s_GRk.size(0) * s_GRk.size(1), n_keys, [&](int64_t row) {
-      const int64_t query = chunk.begin + row % chunk.n, head = row / chunk.n; // of rows (G, R, n)
-      const int64_t first = sight.first[query] - chunk.first, last = sight.last[query] - chunk.first;
+      const auto [query, head, first, last] = score_row(row, chunk, sight);
       const auto* s = scores + row * n_keys + first;
       auto* p = ps + row * n_keys;
       const wide_t top = vec::map_reduce_all<wide_t>(
@@ -167,8 +176,7 @@ struct Backward {
       auto *ps = p.mutable_data_ptr<scalar_t>(), *dps = dp.mutable_data_ptr<scalar_t>();
       const auto *lse = lse_KH.const_data_ptr<wide_t>(), *delta = delta_KH.const_data_ptr<wide_t>();
       for_each_row(s.size(0) * s.size(1), n_keys, [&](int64_t row) {
-        const int64_t query = chunk.begin + row % chunk.n, head = row / chunk.n; // of rows (G, R, n)
-        const int64_t first = sight.first[query] - chunk.first, last = sight.last[query] - chunk.first;
+        const auto [query, head, first, last] = score_row(row, chunk, sight);
         auto *p_row = ps + row * n_keys, *ds_row = dps + row * n_keys;
         const V factor(scale), shift(lse[query * heads + head]), mean(delta[query * heads + head]);
         vec::map([&](const V& score) { return (score * factor - shift).exp_u20(); }, p_row + first,
