@@ -1,8 +1,22 @@
 // Embedding: y = w[ids]. Backward: only kept rows are summed into dw.
+#include "fresh.h"
 #include "graph.h"
 
 namespace collider {
 namespace {
+
+// dw_v = sum of the gradients of the tokens v, zero at padding_idx.
+Tensor embedding_grad(const Tensor& grad_KD, const Tensor& ids_K, int64_t vocabulary, int64_t padding_idx) {
+  if (!grad_KD.is_cpu()) {
+    return at::embedding_dense_backward(grad_KD, ids_K, vocabulary, padding_idx, /*scale_grad_by_freq=*/false);
+  }
+  // The same, but for the memory: most of it stays zero, and its pages took longer than the sums.
+  auto grad_w_VD = fresh({vocabulary, grad_KD.size(1)}, grad_KD.options()).zero_().index_add_(0, ids_K, grad_KD);
+  if (padding_idx >= 0) {
+    grad_w_VD.select(0, padding_idx).zero_();
+  }
+  return grad_w_VD;
+}
 
 struct Embedding : Function<Embedding> {
   static Tensor forward(AutogradContext* ctx, const Tensor& ids_BT, const Tensor& w_VD,
@@ -24,10 +38,9 @@ struct Embedding : Function<Embedding> {
     const auto rows = saved_rows(ctx);
     const auto ids_K = rows->gather(ctx->get_saved_variables()[0].reshape({-1}));
     const auto grad_KD = kept_grad(ctx, grads[0], *rows, grads[0].scalar_type());
-    auto grad_w_VD = at::embedding_dense_backward(
-        grad_KD, ids_K, ctx->saved_data["vocabulary"].toInt(),
-        ctx->saved_data["padding_idx"].toInt(), /*scale_grad_by_freq=*/false);
-    return {Tensor(), grad_w_VD, Tensor(), Tensor()};
+    const auto padding_idx = ctx->saved_data["padding_idx"].toInt();
+    return {Tensor(), embedding_grad(grad_KD, ids_K, ctx->saved_data["vocabulary"].toInt(), padding_idx), Tensor(),
+            Tensor()};
   }
 };
 
