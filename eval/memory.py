@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_collider.ops import release_gradient_memory
+
 
 def peak_bytes(step: Callable[[], Callable[[], Tensor]], model: nn.Module) -> int:
     """Largest number of bytes allocated between the start of forward and the end of backward.
 
-    Gradients are allocated before, so that what is counted are activations and temporaries.
+    Gradients are allocated before, so that what is counted are activations and temporaries. Memory
+    that an earlier step left for gradients is given back first: what this one takes counts.
 
     Args:
         step: gives the forward, which gives the loss.
@@ -25,6 +28,7 @@ def peak_bytes(step: Callable[[], Callable[[], Tensor]], model: nn.Module) -> in
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.zeros_like(p)
+    release_gradient_memory()
     forward = step()
     on_cuda = next(model.parameters()).is_cuda
     peak = cuda_peak(forward) if on_cuda else profiled_peak(forward)

@@ -1,6 +1,7 @@
 // The extension module as Python sees it; __init__.py documents each function.
 #include <torch/csrc/utils/pybind.h>
 
+#include "gradient_memory.h"
 #include "graph.h"
 
 namespace py = pybind11;
@@ -35,4 +36,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("gelu_mlp", &gelu_mlp);
   m.def("attention", &attention);
   m.def("linear_cross_entropy", &linear_cross_entropy);
+  m.def("release_gradient_memory", &release_gradient_memory);
 }

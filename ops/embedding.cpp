@@ -1,5 +1,5 @@
 // Embedding: y = w[ids]. Backward: only kept rows are summed into dw.
-#include "fresh.h"
+#include "gradient_memory.h"
 #include "graph.h"
 
 namespace collider {
@@ -10,8 +10,8 @@ Tensor embedding_grad(const Tensor& grad_KD, const Tensor& ids_K, int64_t vocabu
   if (!grad_KD.is_cpu()) {
     return at::embedding_dense_backward(grad_KD, ids_K, vocabulary, padding_idx, /*scale_grad_by_freq=*/false);
   }
-  // The same, but for the memory: most of it stays zero, and its pages took longer than the sums.
-  auto grad_w_VD = fresh({vocabulary, grad_KD.size(1)}, grad_KD.options()).zero_().index_add_(0, ids_K, grad_KD);
+  // torch's own rounds after every summand, in bfloat16 three times as wrong; this one in float32, and once.
+  auto grad_w_VD = empty_grad({vocabulary, grad_KD.size(1)}, grad_KD.options()).zero_().index_add_(0, ids_K, grad_KD);
   if (padding_idx >= 0) {
     grad_w_VD.select(0, padding_idx).zero_();
   }

@@ -151,6 +151,11 @@ def _check_tools(compiler: str) -> None:
         os.environ["PATH"] = f"{scripts}{os.pathsep}{os.environ['PATH']}"
 
 
+def loaded() -> ModuleType | None:
+    """The compiled module, where this process has imported it."""
+    return _loaded
+
+
 def load() -> ModuleType:
     """Build if needed, and import the compiled module."""
     global _loaded

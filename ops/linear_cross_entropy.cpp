@@ -7,7 +7,6 @@
 // over all kept rows (nothing is accumulated in low precision) and only dh is summed, in float32.
 #include <algorithm>
 
-#include "fresh.h"
 #include "graph.h"
 #include "products.h"
 #include "vec_rows.h"
@@ -71,7 +70,7 @@ Tensor softmax_grad(const Tensor& logits_nV, const Tensor& targets_K, const Tens
     dz.scatter_add_(1, column_K.unsqueeze(1), here_K.to(dz.scalar_type()).neg_().unsqueeze(1));
     return dz.mul_(grad_K.unsqueeze(1)).to(logits_nV.scalar_type());
   }
-  auto dz_Kn = fresh({n_kept, n_columns}, logits_nV.options());
+  auto dz_Kn = at::empty({n_kept, n_columns}, logits_nV.options());
   const auto* targets = targets_K.const_data_ptr<int64_t>();
   const RowIndex row(rows);
   COLLIDER_DISPATCH(logits_nV.scalar_type(), [&] {
@@ -109,10 +108,10 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
     const int64_t block = block_size(n_rows, vocabulary);
     const auto bytes = n_rows * vocabulary * static_cast<int64_t>(h_ND.element_size());
     const bool keep = compute != at::kDouble && bytes <= kKeptLogits;
-    auto logits_NV = fresh({keep ? n_rows : 0, vocabulary}, h_ND.options());
+    auto logits_NV = at::empty({keep ? n_rows : 0, vocabulary}, h_ND.options());
     for (int64_t i = 0; i < n_rows; i += block) {
       const int64_t n = std::min(block, n_rows - i);
-      auto logits = keep ? logits_NV.narrow(0, i, n) : fresh({n, vocabulary}, h_ND.options());
+      auto logits = keep ? logits_NV.narrow(0, i, n) : at::empty({n, vocabulary}, h_ND.options());
       affine_out(logits, h_ND.narrow(0, i, n), w, b);
       reduce_logits(logits, targets_N.narrow(0, i, n), lse_N.narrow(0, i, n), target_logit_N.narrow(0, i, n),
                     *rows);
@@ -142,7 +141,7 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
     const bool needs_h = ctx->needs_input_grad(0), needs_w = ctx->needs_input_grad(1),
                needs_b = ctx->needs_input_grad(2);
     auto grad_h_KD = needs_h ? at::zeros(h_KD.sizes(), h_KD.options().dtype(wide)) : Tensor();
-    auto grad_w_VD = needs_w ? fresh(w.sizes(), w.options()) : Tensor();
+    auto grad_w_VD = needs_w ? empty_grad(w.sizes(), w.options()) : Tensor();
     auto grad_b_V = needs_b ? at::empty_like(b_V) : Tensor();
     const bool kept_logits = logits_NV.size(0) > 0;
     const int64_t vocabulary = w_VD.size(0), block = block_size(vocabulary, h_KD.size(0));
@@ -167,7 +166,7 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
       out[0] = input_grad(ctx, grad_h_KD.to(ctx->saved_data["dtype"].toScalarType()), *rows,
                           ctx->saved_data["sizes"].toIntVector());
     }
-    out[1] = needs_w ? grad_w_VD.to(w_VD.scalar_type()) : Tensor();
+    out[1] = needs_w ? grad_in(w_VD.scalar_type(), grad_w_VD) : Tensor();
     out[2] = grad_b_V;
     return out;
   }

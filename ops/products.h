@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "fresh.h"
+#include "gradient_memory.h"
 
 namespace collider {
 
@@ -33,7 +33,7 @@ inline void rows_times_out(Tensor& y_NE, const Tensor& x_ND, const Tensor& w_DE)
 }
 
 inline Tensor rows_times(const Tensor& x_ND, const Tensor& w_DE) {
-  auto y_NE = fresh({x_ND.size(0), w_DE.size(1)}, x_ND.options());
+  auto y_NE = at::empty({x_ND.size(0), w_DE.size(1)}, x_ND.options());
   rows_times_out(y_NE, x_ND, w_DE);
   return y_NE;
 }
@@ -58,9 +58,14 @@ inline void affine_out(Tensor& y_NE, const Tensor& x_ND, const Tensor& w_ED, con
 }
 
 inline Tensor affine(const Tensor& x_ND, const Tensor& w_ED, const Tensor& b_E) {
-  auto y_NE = fresh({x_ND.size(0), w_ED.size(0)}, x_ND.options());
+  auto y_NE = at::empty({x_ND.size(0), w_ED.size(0)}, x_ND.options());
   affine_out(y_NE, x_ND, w_ED, b_E);
   return y_NE;
+}
+
+// A weight's gradient in the weight's own dtype.
+inline Tensor grad_in(at::ScalarType dtype, const Tensor& grad) {
+  return grad.scalar_type() == dtype ? grad : empty_grad(grad.sizes(), grad.options().dtype(dtype)).copy_(grad);
 }
 
 // Gradients of a weight and of a bias, in the parameter's dtype; undefined where nobody asks.
@@ -68,8 +73,8 @@ inline Tensor weight_grad(bool needed, const Tensor& grad_KE, const Tensor& x_KD
   if (!needed) {
     return Tensor();
   }
-  auto grad_ED = fresh({grad_KE.size(1), x_KD.size(1)}, grad_KE.options());
-  return at::mm_out(grad_ED, grad_KE.t(), x_KD).to(dtype);
+  auto grad_ED = empty_grad({grad_KE.size(1), x_KD.size(1)}, grad_KE.options());
+  return grad_in(dtype, at::mm_out(grad_ED, grad_KE.t(), x_KD));
 }
 
 inline Tensor bias_grad(bool needed, const Tensor& grad_KE, const Tensor& b_E) {

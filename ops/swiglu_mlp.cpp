@@ -1,7 +1,6 @@
 // SwiGLU MLP: y = (silu(x wg^T) * (x wu^T)) wd^T, each projection with an optional bias.
 // Gate and up are kept from the forward; everything else of the backward is computed from their kept rows:
 //   dup = dact silu(gate),   dgate = dact up sigma (1 + gate (1 - sigma)),   sigma = 1 / (1 + exp(-gate)).
-#include "fresh.h"
 #include "graph.h"
 #include "kernels.h"
 #include "products.h"
@@ -23,7 +22,7 @@ Tensor activation(const Tensor& gate_NF, const Tensor& up_NF, const KeptRows& ro
   if (!loops_apply(rows, {gate_NF, up_NF})) {
     return at::silu(gate_NF).mul_(up_NF);
   }
-  auto act_NF = fresh(gate_NF.sizes(), gate_NF.options());
+  auto act_NF = at::empty_like(gate_NF);
   const int64_t width = gate_NF.size(1);
   COLLIDER_DISPATCH(gate_NF.scalar_type(), [&] {
     const auto *gate = gate_NF.const_data_ptr<scalar_t>(), *up = up_NF.const_data_ptr<scalar_t>();
@@ -55,8 +54,7 @@ ActivationGrads activation_backward(const Tensor& grad_KF, const Tensor& gate_NF
     const auto gate_KF = rows.gather(gate_NF), up_KF = rows.gather(up_NF), silu_KF = at::silu(gate_KF);
     return {silu_KF * up_KF, at::silu_backward(grad_KF * up_KF, gate_KF), grad_KF * silu_KF};
   }
-  const auto like_grad = [&] { return fresh(grad_KF.sizes(), grad_KF.options()); };
-  ActivationGrads out{like_grad(), like_grad(), like_grad()};
+  ActivationGrads out{at::empty_like(grad_KF), at::empty_like(grad_KF), at::empty_like(grad_KF)};
   const int64_t width = grad_KF.size(1);
   const RowIndex row(rows);
   COLLIDER_DISPATCH(grad_KF.scalar_type(), [&] {

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_collider.filtering.scores import ScoreStore
+from lightning_collider.ops import release_gradient_memory
 from lightning_collider.strategies.filtering import Filtering
 from lightning_collider.strategies.one_or_sharded import OneOrSharded
 
@@ -72,6 +73,10 @@ class FilteredSteps(ParallelStrategy):
             type(plugin).clip_gradients(plugin, *args, **kwargs)
 
         plugin.clip_gradients = normalise_then_clip  # type: ignore[method-assign]
+
+    def teardown(self) -> None:
+        super().teardown()
+        release_gradient_memory()
 
     def _normalise(self) -> None:
         assert self.model is not None

@@ -330,6 +330,17 @@ def test_start_up_says_what_is_filtered_and_warns_where_it_is_little(caplog):
         fit(module, "collider", loader(1), 1)
 
 
+def test_a_run_gives_back_the_memory_of_its_gradients():
+    module = UsersModule(vocab_size=4096, hidden_size=128)  # embedding and head: 4 MiB in float64
+    module.model.lm_head.weight.register_hook(lambda grad: sizes.append(grad.nbytes))
+    sizes: list[int] = []
+    lc.ops.release_gradient_memory()
+    fit(module, lc.ColliderStrategy(keep=0.5, selector="top_loss"), loader(3), max_steps=3)
+    assert min(sizes) > 2**20  # large enough that they are kept
+    module.zero_grad()
+    assert lc.ops.release_gradient_memory() == 0
+
+
 def test_float16_is_refused_by_name():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
