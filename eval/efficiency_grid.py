@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -176,26 +177,29 @@ def report(path: Path, figure: Path) -> str:
 
 def draw(groups: dict[tuple[str, ...], list[Row]], path: Path) -> None:
     """Each case's last ratios to the dense step against the kept fraction, floors as lines."""
-    figure = Figure((7, 3), layout="constrained")
+    cases = latest(groups)
+    figure = Figure((7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, part in zip(figure.subplots(1, 2), ("backward", "step"), strict=True):
-        for number, (key, rows) in enumerate(latest(groups).items()):
+        for number, (key, rows) in enumerate(cases.items()):
             keeps = [float(r["keep"]) for r in rows]
             ratios = [float(r[f"{part}_vs_dense"]) for r in rows]
             lows = [y - float(r[f"{part}_vs_dense_low"]) for y, r in zip(ratios, rows, strict=True)]
             highs = [
                 float(r[f"{part}_vs_dense_high"]) - y for y, r in zip(ratios, rows, strict=True)
             ]
-            color = f"C{number % 10}"
+            color = colormaps["tab20"](number % 20)
+            beside = [keep + 0.003 * (number - len(cases) / 2) for keep in keeps]  # not on top
             axes.errorbar(
-                keeps, ratios, (lows, highs), fmt="o", ms=3, color=color, label=named(key)
+                beside, ratios, (lows, highs), fmt="o", ms=3, color=color, label=named(key)
             )
             floors = [float(r[f"floor_{part}"]) for r in rows]
             axes.plot([*keeps, 1.0], [*floors, 1.0], linewidth=0.8, color=color)
         axes.set(title=f"{part}: ours filtered / ours dense, lines: FLOP floor", xlabel="kept")
         axes.title.set_size(8)
         axes.grid(color="#dddddd", linewidth=0.5)
-        axes.legend(fontsize=5, frameon=False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=6, frameon=False)
     figure.savefig(path, dpi=200)
 
 
